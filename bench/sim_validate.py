@@ -24,8 +24,8 @@ import uvloop
 
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from simulator.fleet.clients.client import Record, SimRequest
-from simulator.lab.report.measure import Collector, Slo
+from simulator.fleet.clients.client import RequestRecord, SimRequest
+from simulator.lab.report.measure import RecordCollector, Slo
 from simulator.lab.validate import (
     MAX_SEQUENCES,
     STEP_S,
@@ -48,7 +48,7 @@ class Live:
         self._metadata = (("authorization", f"Bearer {stack.api_key}"),)
         self._model = stack.model
 
-    async def run(self, load: Sequence[SimRequest]) -> list[Record]:
+    async def run(self, load: Sequence[SimRequest]) -> list[RequestRecord]:
         """Send each request at its arrival; return what came of them once all have ended."""
         began_s = time.perf_counter()
         tasks = []
@@ -58,8 +58,8 @@ class Live:
                 tasks.append(group.create_task(self._one(number, request)))
         return [task.result() for task in tasks]
 
-    async def _one(self, number: int, request: SimRequest) -> Record:
-        record = Record(number, request, time.perf_counter())
+    async def _one(self, number: int, request: SimRequest) -> RequestRecord:
+        record = RequestRecord(number, request, time.perf_counter())
         message = inference_pb2.GenerateRequest(
             generation=inference_pb2.Generation(
                 model=self._model,
@@ -76,7 +76,7 @@ class Live:
         return record
 
 
-def _note(record: Record, tokens: int, now_s: float) -> None:
+def _note(record: RequestRecord, tokens: int, now_s: float) -> None:
     if record.first_token_s:
         record.gap_s.append(now_s - record.last_token_s)
         record.gap_tokens.append(tokens)
@@ -86,9 +86,9 @@ def _note(record: Record, tokens: int, now_s: float) -> None:
     record.output_tokens += tokens
 
 
-def latencies(records: Sequence[Record]) -> Latencies:
+def latencies(records: Sequence[RequestRecord]) -> Latencies:
     """Return what clients saw, counted as the simulator counts it."""
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     collector.origin_s = min(record.sent_s for record in records)
     for record in records:
         collector.take(record)

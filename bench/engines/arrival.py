@@ -52,8 +52,8 @@ def measure(checkpoint: Path, config: EngineConfig) -> Arrival:
     """Return what the arrival did; it comes once each stream has its first ``QUIET_TOKENS``."""
     rng = Random(2)
     with OwnEngine.started(checkpoint, config) as engine, engine.resumed():
-        asked = [Request(random_ids(rng, STREAM_PROMPT), STREAM_TOKENS) for _ in range(STREAMS)]
-        streams = [engine.submit(request) for request in asked]
+        requests = [Request(random_ids(rng, STREAM_PROMPT), STREAM_TOKENS) for _ in range(STREAMS)]
+        streams = [engine.submit(request) for request in requests]
         while min(len(stream.tokens) for stream in streams) < QUIET_TOKENS:
             engine.step()
         long = engine.submit(Request(random_ids(rng, LONG_PROMPT), 1))

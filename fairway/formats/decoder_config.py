@@ -66,25 +66,25 @@ class ModelConfig:
     architecture: str  # name of the transformers class
     vocab_size: int  # rows of the embedding
     hidden_size: int  # width of the residual stream
-    # Of the MLP.
+    # width of the MLP
     intermediate_size: int
     layers: int  # decoder layers
     heads: int  # query heads
     kv_heads: int  # key and value heads
     head_dim: int  # width of a head
-    norm_eps: float  # of RMSNorm
+    norm_eps: float  # epsilon of RMSNorm
     # The output embedding is the input embedding.
     tied: bool
-    qkv_bias: bool  # of the attention's input projections
-    # Of the attention's output projection.
+    qkv_bias: bool  # whether the attention's input projections have biases
+    # whether the attention's output projection has a bias
     output_bias: bool
-    mlp_bias: bool  # of the MLP's projections
+    mlp_bias: bool  # whether the MLP's projections have biases
     # q and k are normalised.
     qk_norm: bool
     rope: RopeConfig  # rotary embedding
-    # By layer: how many positions it attends to, None for all.
+    # how many positions each layer attends to; None: all
     windows: tuple[int | None, ...]
-    max_position_embeddings: int  # of the config, unscaled
+    max_position_embeddings: int  # the config's number, unscaled
 
     @property
     def max_context(self) -> int:

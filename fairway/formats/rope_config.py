@@ -62,7 +62,7 @@ class RopeConfig:
 
         Checkpoints of Llama 3 and LongRoPE give the scaled context as ``max_positions``.
         """
-        # For linear and dynamic scaling, max_positions equals original_positions.
+        # max_positions equals original_positions for linear and dynamic scaling.
         scaled = self.kind in ("linear", "dynamic", "yarn")
         reached = int(self.original_positions * self.factor) if scaled else 0
         return min(max(self.max_positions, reached), MAX_SIZE)

@@ -98,7 +98,7 @@ def read_tokenizer_files(names: Collection[str], read: Read) -> TokenizerFiles:
     outside: list[AddedToken] = []
     for number, token in enumerate(map(_explicit, (*tokens, *declared.to_add(tokens)))):
         before = latest.get(token.content)
-        # As in the tokenizers library, a token that was special once stays so.
+        # A token that was special once stays so, which the tokenizers library does too.
         kept = replace(token, special=True) if before is not None and before.special else token
         if number >= len(tokens) and token.content and kept != before:
             outside.append(kept)

@@ -18,8 +18,8 @@ from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.weights import SINGLE, expected_shapes
 from fairway.importing.gguf_config import ROPE_DIVISORS, config_of
-from fairway.importing.gguf_file import BadGguf, GgufFile, Tensor, read_gguf
-from fairway.importing.gguf_tokenizer import Tokens, tokens_of
+from fairway.importing.gguf_file import BadGguf, GgufFile, GgufTensor, read_gguf
+from fairway.importing.gguf_tokenizer import GgufTokens, tokens_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +58,7 @@ class _Planned:
     """A tensor to write."""
 
     source: str  # name in the GGUF file
-    tensor: Tensor  # its place there
+    tensor: GgufTensor  # its place there
     dtype: str  # type in the checkpoint
     heads: int  # number of heads whose rows are to be reordered; 0: none
 
@@ -135,7 +135,7 @@ def _require_readable(file: GgufFile, source: str, type_name: str) -> None:
         raise file.refusal(source, f"its type {type_name} cannot be dequantised")
 
 
-def _write_small(folder: Path, config: dict[str, Any], tokens: Tokens) -> None:
+def _write_small(folder: Path, config: dict[str, Any], tokens: GgufTokens) -> None:
     generation: dict[str, Any] = dict(tokens.ids)
     if tokens.end_ids:
         generation["eos_token_id"] = list(tokens.end_ids)
@@ -178,7 +178,7 @@ def _pieces(file: GgufFile, planned: _Planned, stream: IO[bytes]) -> Iterator[by
     tensor = planned.tensor
     if planned.heads and len(tensor.shape) == 1:  # a bias
         rows = tensor.shape[0]
-        tensor = Tensor((rows, 1), tensor.type, tensor.offset_bytes, tensor.row_bytes // rows)
+        tensor = GgufTensor((rows, 1), tensor.type, tensor.offset_bytes, tensor.row_bytes // rows)
     unit = tensor.rows // planned.heads if planned.heads else 1
     step = unit * max(1, PIECE_VALUES // (unit * tensor.shape[-1]))
     for first in range(0, tensor.rows, step):
@@ -189,7 +189,7 @@ def _pieces(file: GgufFile, planned: _Planned, stream: IO[bytes]) -> Iterator[by
 
 
 def _values(
-    file: GgufFile, name: str, stream: IO[bytes], tensor: Tensor, first: int, rows: int
+    file: GgufFile, name: str, stream: IO[bytes], tensor: GgufTensor, first: int, rows: int
 ) -> NDArray[np.generic]:
     """Return rows of a tensor, as floats or as the halves that are in the file. Raises BadGguf."""
     import gguf.quants

@@ -20,12 +20,13 @@ MAX_TENSORS: Final = 65_536
 MAX_KEY_BYTES: Final = 256
 MAX_TEXT_BYTES: Final = 4 * 1024 * 1024  # a chat template is the longest text
 MAX_TOKEN_BYTES: Final = 64 * 1024
-MAX_ITEMS: Final = 4_000_000  # of all arrays together; a vocabulary of 250,000 with its merges has a million
-MAX_ARRAY_BYTES: Final = 256 * 1024 * 1024  # of all arrays together
+# most items of all arrays together; a vocabulary of 250,000 with its merges has a million
+MAX_ITEMS: Final = 4_000_000
+MAX_ARRAY_BYTES: Final = 256 * 1024 * 1024  # most bytes of all arrays together
 MAX_ALIGNMENT: Final = 1 << 20
 MAX_RANK: Final = 4
 MAX_EXTENT: Final = 1 << 31
-MAX_VALUES: Final = 1 << 40  # of one tensor
+MAX_VALUES: Final = 1 << 40  # most values of one tensor
 
 _TEXT, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS: Final[Mapping[int, str]] = {
@@ -53,7 +54,7 @@ class BadGguf(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """A tensor in the file."""
 
     shape: tuple[int, ...]  # extents, the rows first
@@ -74,7 +75,7 @@ class Tensor:
 class GgufFile:
     path: Path
     metadata: Mapping[str, Any]  # values by key: int, float, bool, str, or a list of these
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, GgufTensor]
 
     def refusal(self, key: str, problem: str) -> BadGguf:
         return BadGguf(self.path, key, problem)
@@ -191,7 +192,7 @@ class _Reader:
         self._array_bytes += self._at - began
         return texts
 
-    def tensors(self, count: int, alignment: int) -> dict[str, Tensor]:
+    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Return the tensors with their places in the file: inside it, aligned, and none over another."""
         described: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
         for number in range(count):
@@ -201,7 +202,7 @@ class _Reader:
             described[name] = self._tensor(name, alignment)
         begin = -(-self._at // alignment) * alignment
         tensors = {
-            name: Tensor(shape, kind, begin + offset, row_bytes)
+            name: GgufTensor(shape, kind, begin + offset, row_bytes)
             for name, (shape, kind, offset, row_bytes) in described.items()
         }
         reached, before = begin, ""

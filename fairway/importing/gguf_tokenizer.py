@@ -19,7 +19,7 @@ SCORES: Final = "tokenizer.ggml.scores"
 TYPES: Final = "tokenizer.ggml.token_type"
 MODEL: Final = "tokenizer.ggml.model"
 PRE: Final = "tokenizer.ggml.pre"
-MAX_PIECE_CHARS: Final = 256  # of a SentencePiece token: its splits are tried one by one
+MAX_PIECE_CHARS: Final = 256  # longest SentencePiece token: its splits are tried one by one
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _BLANK: Final = "▁"
 
@@ -62,17 +62,17 @@ SPLITS: Final[Mapping[str, _Split]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class GgufTokens:
     """What the metadata decides about tokens."""
 
     tokenizer: dict[str, Any]  # content of tokenizer.json
-    settings: dict[str, Any]  # of tokenizer_config.json
+    settings: dict[str, Any]  # content of tokenizer_config.json
     ids: dict[str, Any]  # bos_token_id and the like, for config.json
     end_ids: tuple[int, ...]  # tokens at which an output ends
     templates: dict[str, str]  # chat templates by the name of their file
 
 
-def tokens_of(file: GgufFile, vocab_size: int) -> Tokens:
+def tokens_of(file: GgufFile, vocab_size: int) -> GgufTokens:
     """Return the tokenizer of a file whose embedding has this many rows. Raises BadGguf."""
     tokens = _list(file, TOKENS, str)
     if not 0 < len(tokens) <= vocab_size:
@@ -108,7 +108,7 @@ def tokens_of(file: GgufFile, vocab_size: int) -> Tokens:
         parts["post_processor"] = _template(vocab, first, last)
     named = {f"{name}_token": tokens[number] for name, number in ids.items() if number is not None}
     ends = [ids["eos"], *(_id(file, key, len(tokens)) for key in ("eot", "eom"))]
-    return Tokens(
+    return GgufTokens(
         parts,
         {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named},
         {f"{name}_token_id": ids[name] for name in ("bos", "eos", "pad") if ids[name] is not None},

@@ -49,7 +49,7 @@ def read_frames(data: bytes, start: int = 0) -> FoundFrames:
         start = at + _HEAD.size + len(content)
     rest = data[start + _HEAD.size :]
     torn = False
-    # Of the last frame, only the size may be wrong.
+    # The last frame is damaged only in its size if the rest matches its checksum.
     if rest and _HEAD.unpack_from(data, start)[1] == zlib.crc32(rest):
         damaged.append((start, start + 4))
         starts.append(start)
@@ -88,8 +88,8 @@ def sealed(blocks: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenedObject:
-    """``damage``: what of the object could not be read; empty: nothing is missing. ``sealed``: False for an
-    object without checksums, as earlier versions stored them, which is one block."""
+    """``damage`` states what of the object could not be read; empty: nothing is missing. ``sealed`` is False
+    for an object without checksums, as earlier versions stored them, which is one block."""
 
     blocks: tuple[bytes, ...]
     damage: str = ""

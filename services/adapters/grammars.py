@@ -25,10 +25,10 @@ from services.ports.grammars import Bits, GrammarRefused, MaskRequest, Tokenizer
 
 MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
-# Between the tokens of JSON: what writers of it put there. Small models go on with more blanks for ever.
+# what writers of JSON put between its tokens; small models would continue for ever with more blanks
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
-# The engine's options for each schema, in place of a client's. With \u, a free property could take the name
-# of another.
+# The engine's options for each schema replace a client's. With \u, a free property could take the name of
+# another.
 _OPTIONS: Final[dict[str, object]] = {
     "whitespace_flexible": True,
     "whitespace_pattern": WHITESPACE,
@@ -99,7 +99,7 @@ class GuidanceGrammars:
         for token in eos_ids:
             self._end[token // 8] |= 1 << token % 8
         self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # of the kept grammars
+        self._lock = threading.Lock()  # guards the kept grammars
 
     @property
     def row_bytes(self) -> int:
@@ -136,7 +136,7 @@ class GuidanceGrammars:
     def fill(self, requests: Sequence[MaskRequest], into: Bits) -> dict[int, str]:
         """See ``Grammars``. The calling thread computes; the interpreter's lock is free meanwhile."""
         problems: dict[int, str] = {}
-        asked: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
+        steps: list[tuple[llguidance.LLMatcher, int, list[int]]] = []
         for request in requests:
             matcher = request.matcher
             assert isinstance(matcher, GuidanceMatcher), "a matcher of other grammars"
@@ -148,22 +148,22 @@ class GuidanceGrammars:
             if matcher.native.is_stopped() and not matcher.native.is_error():
                 into[request.row : request.row + 1 + len(request.proposals)] = self._end
             else:
-                asked.append((matcher.native, request.row, list(request.proposals)))
-        if asked:
-            self._fill(asked, into)
-        for native, row, _ in asked:
+                steps.append((matcher.native, request.row, list(request.proposals)))
+        if steps:
+            self._fill(steps, into)
+        for native, row, _ in steps:
             if native.is_error():
                 problems[row] = _shown(native.get_error())
         return problems
 
-    def _fill(self, asked: list[tuple[llguidance.LLMatcher, int, list[int]]], into: Bits) -> None:
+    def _fill(self, steps: list[tuple[llguidance.LLMatcher, int, list[int]]], into: Bits) -> None:
         rows, width = into.shape
         assert into.flags.c_contiguous, "masks are written in place"
         assert width == self._row_bytes, "a mask of another vocabulary"
-        for native, row, proposals in asked:
+        for native, row, proposals in steps:
             if not proposals:
                 native.unsafe_compute_mask_ptr(into.ctypes.data + row * width, width)
-        ahead = [each for each in asked if each[2]]
+        ahead = [each for each in steps if each[2]]
         if ahead:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(ahead, into.ctypes.data, width, rows)
 
@@ -235,7 +235,7 @@ def _choice(source: str) -> str:
     return found
 
 
-# Of kinds with schemas: the source with these as the engine takes them.
+# how the engine takes the source of each kind with schemas
 _EXACT: Final[dict[ConstraintKind, Callable[[str], str]]] = {
     ConstraintKind.JSON_SCHEMA: _exact_schema,
     ConstraintKind.GRAMMAR: _exact_grammar,

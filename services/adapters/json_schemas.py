@@ -58,7 +58,7 @@ EXACT: Final = 2**53  # up to here a float has each integer
 DIGITS: Final = 15  # the digits of numbers that a float has exactly
 _LEAST: Final = Decimal("1e-22")  # the step of such numbers is not smaller
 _TOP: Final = Decimal(9223372036854770000)  # the largest of those below 2^63, where the engine's integers end
-_LONG: Final = 10**18  # beyond, the engine needs bounds on both sides
+_LONG: Final = 10**18  # bound beyond which the engine needs bounds on both sides
 _MAX_MULTIPLE: Final = 2**32 - 1
 _UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # the characters that take \u
 _NO_CONTROLS: Final = "control characters other than \\b \\f \\n \\r \\t cannot come; leave them out"
@@ -270,7 +270,7 @@ class _Document:
         return node is not False and (not isinstance(node, dict) or id(node) in self._finite)
 
     def _needs(self, kind: str, parts: Parts) -> Sequence[Any]:
-        """Return the subschemas of which any document of a type contains one each."""
+        """Return subschemas such that every document of a type contains a part for each."""
         if kind == "array":
             return [item for index in least_items(parts) for item in items_of(parts, index)]
         if kind != "object":

@@ -61,7 +61,8 @@ def required_of(parts: Parts) -> list[str]:
 
 
 def properties_of(parts: Parts, name: str | None) -> list[Any]:
-    """Return the subschemas of a property, as far as names give them; None: of one with another name."""
+    """Return the subschemas of a property, as far as names give them; None stands for one with another
+    name."""
     return [
         dict_of(part, "properties").get(
             name, "patternProperties" in part or part.get("additionalProperties", True)

@@ -17,7 +17,7 @@ from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
-from services.rpc.server import RpcServer, RpcTelemetry, Service
+from services.rpc.server import RpcServer, RpcService, RpcTelemetry
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.guarded_store import GuardedStore
@@ -100,7 +100,7 @@ class Environment:
         """Return the authentication of callers: a view of the keys and tenants."""
         return KeyDirectory(self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant), self.clock)
 
-    def server(self, *services: Service, identity: KeyDirectory | None = None) -> RpcServer:
+    def server(self, *services: RpcService, identity: KeyDirectory | None = None) -> RpcServer:
         """Return the role's gRPC server, not started. Without ``identity`` it accepts no API key."""
         server = RpcServer(
             services,
@@ -180,7 +180,7 @@ class Environment:
             [
                 Check("event_loop", self._loop_watch.problem),
                 Check("store", self.store.problem, withdraws=needs_store),
-                # Without new leases and changes, roles that run serve on.
+                # Roles that run serve on while etcd takes no new leases and changes.
                 Check("etcd", self._etcd.space.problem, withdraws=self.role == "controlplane"),
                 Check("etcd_silent", self.store.silence, withdraws=False),
                 Check("storage", self.storage_problem, withdraws=False),

@@ -17,7 +17,7 @@ from services.runtime.process.health import Check
 
 log = structlog.get_logger()
 EXIT_UNHEALTHY: Final = 1
-_HEALTH_PERIOD_S: Final = 1.0  # as often as load balancers ask
+_HEALTH_PERIOD_S: Final = 1.0  # the interval at which load balancers probe
 _STOP_GRACE_S: Final = 2.0
 
 

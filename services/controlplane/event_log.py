@@ -26,15 +26,15 @@ from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
-    Changed,
     Compacted,
     Condition,
     Delete,
     Entry,
+    KeyChanged,
+    KeyRemoved,
     LeaseLost,
     ModRevisionIs,
     Put,
-    Removed,
     Store,
 )
 from services.runtime.idempotent_writes import WriteSet
@@ -54,7 +54,7 @@ _RETRY_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LoggedEvent:
     """``name`` sorts by time and is unique."""
 
     name: str
@@ -68,7 +68,7 @@ class Filter:
     kinds: frozenset[EventKind] = frozenset()
     resource: str = ""
 
-    def takes(self, event: Event) -> bool:
+    def takes(self, event: LoggedEvent) -> bool:
         return (not self.kinds or event.record.kind in self.kinds) and (
             not self.resource or event.record.resource == self.resource
         )
@@ -171,20 +171,20 @@ class EventRecorder:
                 self._state.revision = batch.revision
                 await self._write_pending()
 
-    def _apply(self, revision: int, events: Sequence[Changed | Removed]) -> None:
+    def _apply(self, revision: int, events: Sequence[KeyChanged | KeyRemoved]) -> None:
         records = self._state.records
         before: dict[str, Observed] = {}
         changed: list[str] = []
         for event in events:
-            key = event.key if isinstance(event, Removed) else event.entry.key
-            record = None if isinstance(event, Removed) else _decoded(event.entry)
+            key = event.key if isinstance(event, KeyRemoved) else event.entry.key
+            record = None if isinstance(event, KeyRemoved) else _decoded(event.entry)
             if key in records or record is not None:
                 changed.append(key)
         if not changed:
             return
         before = dict(records)
         for event in events:
-            if isinstance(event, Removed):
+            if isinstance(event, KeyRemoved):
                 records.pop(event.key, None)
             elif (record := _decoded(event.entry)) is not None:
                 records[event.entry.key] = record
@@ -257,7 +257,7 @@ def _mark(event: FleetEvent) -> str:
 
 async def page_of_events(
     store: Store, wanted: Filter, *, size: int, token: str
-) -> tuple[tuple[Event, ...], str]:
+) -> tuple[tuple[LoggedEvent, ...], str]:
     """Return a page of events, newest first, and the next page's token."""
     listing = await store.list(EVENTS)
     found = [event for entry in listing.entries if (event := event_of(entry)) is not None]
@@ -267,7 +267,7 @@ async def page_of_events(
 
 async def watch_events(
     store: Store, wanted: Filter, *, newest: int, after_revision: int
-) -> AsyncGenerator[tuple[int, tuple[Event, ...]], None]:
+) -> AsyncGenerator[tuple[int, tuple[LoggedEvent, ...]], None]:
     """Yield (revision, events): unless resuming, the newest stored events, then every later one.
 
     An empty tuple is a keepalive. Raises FailedPrecondition when ``after_revision`` is too old.
@@ -281,7 +281,7 @@ async def watch_events(
     try:
         async with aclosing(store.watch(EVENTS, after_revision)) as batches:
             async for batch in batches:
-                new = (event_of(one.entry) for one in batch.events if isinstance(one, Changed))
+                new = (event_of(one.entry) for one in batch.events if isinstance(one, KeyChanged))
                 matching = tuple(event for event in new if event is not None and wanted.takes(event))
                 if matching or not batch.events:
                     yield batch.revision, matching
@@ -292,10 +292,10 @@ async def watch_events(
         ) from exc
 
 
-def event_of(entry: Entry) -> Event | None:
+def event_of(entry: Entry) -> LoggedEvent | None:
     """Return the event of an entry, None for an unreadable entry."""
     try:
-        return Event(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
+        return LoggedEvent(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
     except IntegrityError as error:
         log.error("event.skipped", key=entry.key, error=error.message)
         return None
@@ -314,12 +314,12 @@ def _decoded(entry: Entry) -> Observed | None:
 
 
 def _by_revision(
-    events: Sequence[Changed | Removed],
-) -> list[tuple[int, list[Changed | Removed]]]:
+    events: Sequence[KeyChanged | KeyRemoved],
+) -> list[tuple[int, list[KeyChanged | KeyRemoved]]]:
     """Group events by revision; they arrive in the store's order."""
-    grouped: list[tuple[int, list[Changed | Removed]]] = []
+    grouped: list[tuple[int, list[KeyChanged | KeyRemoved]]] = []
     for event in events:
-        revision = event.mod_revision if isinstance(event, Removed) else event.entry.mod_revision
+        revision = event.mod_revision if isinstance(event, KeyRemoved) else event.entry.mod_revision
         if not grouped or grouped[-1][0] != revision:
             grouped.append((revision, []))
         grouped[-1][1].append(event)

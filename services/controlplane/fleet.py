@@ -69,7 +69,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class FleetSnapshot:
     """Everything stored as of one revision: entries by key, and the fleet built from them."""
 
     revision: int
@@ -81,13 +81,13 @@ class Snapshot:
         return tuple(entry for key, entry in self.entries.items() if key.startswith(prefix))
 
 
-async def read_snapshot(store: Store) -> Snapshot:
+async def read_snapshot(store: Store) -> FleetSnapshot:
     """Return the current state, in one read."""
     listing = await store.list(ROOT)
     return snapshot_of(listing.revision, {entry.key: entry for entry in listing.entries})
 
 
-def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
+def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> FleetSnapshot:
     """Return the snapshot of these entries. The fleet omits unreadable records."""
     records: list[FleetRecord | None] = []
     for _, entry in sorted(entries.items()):
@@ -95,7 +95,7 @@ def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> Snapshot:
             records.append(decode(entry))
         except IntegrityError as error:
             log.error("fleet.record_skipped", key=entry.key, error=error.message)
-    return Snapshot(revision, MappingProxyType(dict(entries)), fleet_of(records))
+    return FleetSnapshot(revision, MappingProxyType(dict(entries)), fleet_of(records))
 
 
 def readable(entry: Entry, kind: type[R]) -> R | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-from services.controlplane.fleet import Snapshot, read_snapshot, readable, snapshot_of
+from services.controlplane.fleet import FleetSnapshot, read_snapshot, readable, snapshot_of
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import R, Stored
@@ -49,7 +49,7 @@ from services.core.records import (
     VersionRecord,
 )
 from services.core.rollouts.routes import ROUTES
-from services.ports.store import Changed, Compacted, Entry, Removed, Store, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, KeyRemoved, Store, WatchBatch
 
 
 class ResourceKind(StrEnum):
@@ -139,12 +139,12 @@ async def watch_resources(
 class ResourceWatch:
     """The position of one watch. ``revision``: everything up to there was reported."""
 
-    def __init__(self, snapshot: Snapshot, kinds: Collection[ResourceKind], after_revision: int) -> None:
+    def __init__(self, snapshot: FleetSnapshot, kinds: Collection[ResourceKind], after_revision: int) -> None:
         self.revision = after_revision
         self._snapshot = snapshot
         self._plain = [kind for kind in ResourceKind if kind in kinds and kind not in _COMPOSED]
         self._composed = [kind for kind in _COMPOSED if kind in kinds]
-        self._sent: Mapping[Name, View] | None = None  # of the composed kinds
+        self._sent: Mapping[Name, View] | None = None  # views of the composed kinds as they were sent last
         self._missed: set[str] = set()
 
     def begin(self) -> ResourceChanges:
@@ -186,7 +186,7 @@ class ResourceWatch:
         return _since(keys, views, self._composed) if sent is None else _differences(sent, views)
 
 
-def composed_views(snapshot: Snapshot, kinds: Collection[ResourceKind]) -> dict[Name, View]:
+def composed_views(snapshot: FleetSnapshot, kinds: Collection[ResourceKind]) -> dict[Name, View]:
     """Return every deployment and node in the snapshot, as far as ``kinds`` includes them."""
     found: dict[Name, View] = {}
     unplaced = unplaced_in(snapshot.fleet) if kinds else {}
@@ -270,12 +270,14 @@ def _plain_name(key: str) -> Name | None:
     return (ResourceKind.MODEL_TAG, f"{model}/{name}") if kind == "tags" else None
 
 
-def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Removed]) -> Snapshot:
+def _advanced(
+    snapshot: FleetSnapshot, revision: int, events: Iterable[KeyChanged | KeyRemoved]
+) -> FleetSnapshot:
     """Return the snapshot with the changes that are newer than it."""
     entries = dict(snapshot.entries)
     moved = False
     for event in events:
-        if isinstance(event, Removed):
+        if isinstance(event, KeyRemoved):
             held = entries.get(event.key)
             if held is not None and event.mod_revision > snapshot.revision:
                 del entries[event.key]
@@ -288,9 +290,9 @@ def _advanced(snapshot: Snapshot, revision: int, events: Iterable[Changed | Remo
     return snapshot_of(revision, entries)
 
 
-def _key_of(event: Changed | Removed) -> str:
-    return event.key if isinstance(event, Removed) else event.entry.key
+def _key_of(event: KeyChanged | KeyRemoved) -> str:
+    return event.key if isinstance(event, KeyRemoved) else event.entry.key
 
 
-def _entry_of(event: Changed | Removed) -> Entry | None:
-    return None if isinstance(event, Removed) else event.entry
+def _entry_of(event: KeyChanged | KeyRemoved) -> Entry | None:
+    return None if isinstance(event, KeyRemoved) else event.entry

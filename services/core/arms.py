@@ -25,7 +25,7 @@ CLUSTERS: Final = 64
 SKETCH_ERROR_RATIO: Final = 0.02
 SKETCH_FLOOR_S: Final = 1e-4
 _SKETCH_BUCKETS: Final = 512  # 0.1 ms to 80,000 s
-_BITS: Final = 64  # of a cluster's count of sessions
+_BITS: Final = 64  # bits of a cluster's count of sessions
 PROMPT_SIZES: Final = 10
 
 
@@ -37,7 +37,7 @@ class ArmKey(Struct, frozen=True, gc=False):
 
 
 class SliKey(Struct, frozen=True, gc=False):
-    """Where a request is counted. ``zone``: of the gateway."""
+    """Where a request is counted. ``zone`` is the gateway's."""
 
     arm: ArmKey
     tenant: str
@@ -80,9 +80,9 @@ class SliSums:
     requests: int = 0
     # Those that the platform failed before a first token, with what it refused for want of capacity.
     errors: int = 0
-    # Those among ``errors`` and ``broken`` that killed their engine.
+    # errors and broken requests that killed their engine
     poisoned: int = 0
-    # Those that sent a first token, and those among them that the platform broke after it.
+    # requests that sent a first token; ``broken`` counts those that the platform broke after it
     started: int = 0
     broken: int = 0
     # Requests that finished, and their output tokens.
@@ -155,8 +155,8 @@ class SliReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SliReport:
-    """What one gateway measured since its last report. Arms of a window: by version digest. ``shapes``: of
-    the requests that finished, by model."""
+    """What one gateway measured since its last report. A window has arms by version digest; ``shapes`` are
+    those of the requests that finished, by model."""
 
     cut_unix_s: float
     series: Mapping[SliKey, SliSums]

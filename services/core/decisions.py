@@ -17,9 +17,9 @@ class RankedWorker:
 
     worker_id: str
     score: float
-    in_draw: bool  # in the set that the worker was drawn from
+    in_draw: bool  # whether it was in the set that the chosen worker was drawn from
     cached_tokens: int
-    predicted_ttft_s: float  # from the grant to the first token
+    predicted_ttft_s: float  # predicted time from the grant to the first token
     kv_tokens_room: int
     parts: tuple[tuple[str, float], ...] = ()  # the score of each scorer; empty when not in the draw
 
@@ -52,8 +52,8 @@ class PlacementDecision:
     reserved_tokens: int = 0
     excluded_workers: tuple[str, ...] = ()
     looks: int = 0  # attempts to place it
-    looks_without_room: int = 0  # of these: no worker had room
-    looks_giving_way: int = 0  # of these: the tenant holds more than its share
+    looks_without_room: int = 0  # attempts in which no worker had room
+    looks_giving_way: int = 0  # attempts in which the tenant held more than its share
     bypassed: int = 0  # placements behind it that were granted first
     counter_tokens: float = 0.0  # counter of its tenant at the last attempt
     ranked: tuple[RankedWorker, ...] = ()
@@ -91,6 +91,6 @@ class FleetWorker:
     device_type: str
     cost_per_hour: float
     state: str
-    silent_s: float  # since its last report
+    silent_s: float  # time since its last report
     prefix_blocks: int
     pools: tuple[WorkerPool, ...]

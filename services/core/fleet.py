@@ -42,7 +42,7 @@ class PoolSnapshot:
     queued_prefill_tokens: int = 0
     # Accepts new sequences; False while loading, draining or restarting its engine.
     ready: bool = True
-    # From here to attended_tokens: counts since the engine started.
+    # The fields from here to attended_tokens count since the engine started.
     steps: int = 0
     step_seconds: float = 0.0
     # Tokens prefilled inside the steps.
@@ -83,9 +83,9 @@ class TenantTokens:
     prefill: int  # prompt tokens
     output: int
     priority: Priority = Priority.STANDARD
-    cached: int = 0  # of the prompt tokens: read from the prefix cache
-    rows: int = 0  # of a fixed-cost version: rows that ended
-    device_us: int = 0  # of its batches
+    cached: int = 0  # prompt tokens that were read from the prefix cache
+    rows: int = 0  # rows of a fixed-cost version that ended
+    device_us: int = 0  # device time of a fixed-cost version's batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class TenantSlots:
     digest: str
     tenant: str
     slots: int
-    weight: float = 1.0  # of the tenant
+    weight: float = 1.0  # the tenant's weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class PoolMember:
     block_size: int
     slots: int
     max_model_len: int
-    row_slots: int = 0  # of a fixed-cost version: rows that may be in flight there
+    row_slots: int = 0  # rows of a fixed-cost version that may be in flight there
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One generation and its parts: the types that all services share, apart from the wire format."""
+"""One generation and its parts: the types that all services share, independent of the wire format."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class FinishReason(StrEnum):
     PREEMPTED = "preempted"
     ENGINE_LOST = "engine_lost"
     ERROR = "error"
-    # As STOP, and the output has calls of tools. Gateways set it, workers do not.
+    # The output stopped and has calls of tools. Gateways set it, workers do not.
     TOOL_CALLS = "tool_calls"
 
 
-# The error reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers on
-# that worker.
+# reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers there
 NOT_FINITE: Final = "NOT_FINITE"
 MAX_CONSTRAINT_BYTES: Final = 64 * 1024
 # The schema of any JSON object.
@@ -79,7 +78,7 @@ class ConstraintKind(StrEnum):
     """The language of ``Constraint.source``."""
 
     JSON_SCHEMA = "json_schema"
-    REGEX = "regex"  # of the whole output, without look-around and back-references
+    REGEX = "regex"  # pattern of the whole output, without look-around and back-references
     CHOICE = "choice"  # a JSON list of strings, of which the output is one
     GRAMMAR = "grammar"  # Lark or GBNF
 
@@ -115,7 +114,7 @@ class Sampling:
     logprobs: int | None = None
     # What the output must match; None: any text.
     constraint: Constraint | None = None
-    # As ``logprobs``, of the prompt's tokens.
+    # the same as ``logprobs`` for the prompt's tokens
     prompt_logprobs: int | None = None
 
 
@@ -149,9 +148,9 @@ class GenerationSpec:
     choices: int = 1
     priority: Priority = Priority.STANDARD
     session_key: str = ""
-    step: str = ""  # of the rollout that drew its version; empty: no draw
-    form: OutputForm | None = None  # by which the gateway splits its outputs; None: it does not
-    constrained_form: OutputForm | None = None  # of calls in outputs that are not split
+    step: str = ""  # step of the rollout that drew its version; empty: no draw
+    form: OutputForm | None = None  # form by which the gateway splits its outputs; None: it does not
+    constrained_form: OutputForm | None = None  # form of calls in outputs that are not split
     continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
 
     @property
@@ -234,9 +233,9 @@ class StartSpec:
     delivered_chars: int = 0  # characters of output text that the client has already received
     time_left_s: float | None = None  # None: no deadline
     traceparent: str = ""
-    apart_tokens: int = 0  # of a suspect of a crash: its next tokens come from steps of its own
+    apart_tokens: int = 0  # tokens of a suspect of a crash that come from steps of its own
     embed: bool = False  # it ends with its prefill: with the last token's hidden state, without output
-    scored_tokens: int = 0  # of the prompt, whose log-probabilities an earlier run sent
+    scored_tokens: int = 0  # prompt tokens whose log-probabilities an earlier run sent
 
     @property
     def prefill_tokens(self) -> int:
@@ -253,8 +252,8 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
     top_tokens: tuple[str, ...]
     token: str
-    text: str = ""  # that became final with the token, of the output or of the prompt
-    rank: int = 0  # of a prompt's token: its place by probability, from 1; 0: none
+    text: str = ""  # text of the output or prompt that became final with the token
+    rank: int = 0  # a prompt token's place by probability, from 1; 0: none
     token_bytes: bytes = b""  # the bytes of a part of a character; empty: those of the text
     top_bytes: tuple[bytes, ...] = ()  # the same for each of top_ids; none: all are those of the texts
 
@@ -272,10 +271,10 @@ class SequenceEnd:
     error_reason: str = ""
     error_message: str = ""
     device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
-    # Of ENGINE_LOST: what ended the engine, and the part of the sequence in the step that ran.
+    # cause of an ENGINE_LOST; ``step_role`` is the part that the sequence had in the step that ran
     loss_cause: LossCause = LossCause.OUTSIDE
     step_role: StepRole = StepRole.NONE
-    embedding: bytes = b""  # of a sequence that embeds: 32-bit little-endian floats
+    embedding: bytes = b""  # hidden state of a sequence that embeds, as 32-bit little-endian floats
 
 
 @dataclass(frozen=True, slots=True)

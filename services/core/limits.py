@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # records, which generations use, contain these types
     from services.core.generation import Usage
 
 PRICED_TOKENS: Final = 1_000_000  # prices are per this many tokens
-MICROS: Final = 1_000_000  # of a currency unit
+MICROS: Final = 1_000_000  # micros of a currency unit
 
 
 class Scope(StrEnum):
@@ -112,5 +112,5 @@ class UsageLimits:
     input_tokens_per_minute: int = 0
     output_tokens_per_minute: int = 0
     max_context_tokens: int = 0  # prompt and most output of one request
-    max_output_tokens: int = 0  # of one choice
+    max_output_tokens: int = 0  # most output of one choice
     max_timeout_s: float = 0.0

@@ -36,11 +36,11 @@ class PoolQueue:
     queued: int = 0
     queued_prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
-    # Until the present queue has drained; None while there is no rate to predict it from.
+    # time until the present queue has drained; None while there is no rate to predict it from
     predicted_wait_s: float | None = None
     granted: int = 0  # granted and not yet in a worker's report
     running: int = 0
-    waiting: int = 0  # at a worker, without a place in its batch
+    waiting: int = 0  # sequences at a worker without a place in its batch
     workers: int = 0
     serving_workers: int = 0
     kv_tokens_total: int = 0
@@ -49,4 +49,4 @@ class PoolQueue:
     shares_left_off: int = 0  # how many did not fit into ``shares``
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first
-    waits: tuple[ClassWait, ...] = ()  # of the classes with waiting placements, the highest class first
+    waits: tuple[ClassWait, ...] = ()  # waits of the classes with waiting placements, the highest class first

@@ -140,7 +140,7 @@ class Tenant:
     max_context_tokens: int = 0
     max_output_tokens: int = 0
     max_timeout_s: float = 0.0
-    user_limits: UsageLimits = field(default_factory=UsageLimits)  # of each end user
+    user_limits: UsageLimits = field(default_factory=UsageLimits)  # limits of each end user
 
     @property
     def limits(self) -> UsageLimits:
@@ -212,7 +212,7 @@ EACH_USER: Final = "*"
 class Budget:
     """What the requests of a tenant, one of its keys or an end user may cost, in micro-dollars. 0: no limit.
 
-    ``user``: an end user, or ``EACH_USER``: each that has no budget of its own. Periods are UTC.
+    ``user`` is an end user, or ``EACH_USER`` for each that has no budget of its own. Periods are UTC.
     """
 
     meta: Meta
@@ -291,7 +291,7 @@ class BurnAlert(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SliStatus:
-    """One indicator of an objective. ``burn_rates``: by ``burn.WINDOWS_S``, the shortest first."""
+    """One indicator of an objective. ``burn_rates`` follow ``burn.WINDOWS_S``, the shortest window first."""
 
     sli: Sli
     budget_left_ratio: float
@@ -305,7 +305,7 @@ class SliStatus:
 class ObjectiveStatus:
     """What the leader measured last. Key: ``OBJECTIVE_STATUS`` and the objective's name.
 
-    ``create_revision``: of the objective that it is of.
+    ``create_revision`` is that of the measured objective.
     """
 
     slis: tuple[SliStatus, ...]
@@ -334,7 +334,7 @@ class AssignedVersion:
     least_route_revision: int = 0
     # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
     kv_share: int = 0
-    # Between two tokens of a stream, by the model's objectives; 0: the worker's own setting.
+    # target for the time between two tokens of a stream, by the model's objectives; 0: the worker's setting
     itl_target_s: float = 0.0
     # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)
@@ -364,7 +364,7 @@ class LoadedVersion:
     engine_restarts: int = 0
     reason: str = ""  # stable word: why it failed
     failed_attempts: int = 0  # failures in a row
-    retry_unix_s: float = 0.0  # when the next attempt starts; 0: no attempt is scheduled
+    retry_unix_s: float = 0.0  # time of the next attempt; 0: no attempt is scheduled
     weight_bytes: int = 0  # granted to its engine, as are ``working_bytes`` and ``kv_bytes``
     kv_bytes: int = 0
     needed_bytes: int = 0  # smallest grant that it can be loaded with; 0: unknown

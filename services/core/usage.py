@@ -27,7 +27,7 @@ class RequestUsage(Struct, frozen=True):
     ended_unix_s: float
     usage: Usage
     list_micros: int  # cost at list price
-    labels: dict[str, str] = field(default_factory=dict)  # of the key, such as its cost centre
+    labels: dict[str, str] = field(default_factory=dict)  # the key's labels, such as its cost centre
     # Whether the tenant has budgets: the outbox has room of its own for such events. Not stored.
     budgeted: bool = False
 
@@ -42,7 +42,7 @@ class SequenceDeviceUse(Struct, frozen=True):
     version_digest: str
     worker_id: str
     device_type: str
-    cost_per_hour: float  # of the device, in currency units
+    cost_per_hour: float  # the device's cost in currency units
     ended_unix_s: float
     usage: Usage  # tokens computed or read from the cache on this worker
     device_s: float  # its share of the steps that it took part in

@@ -61,10 +61,10 @@ class Route:
     # The clients' name of the model.
     model: str
     deployment: Deployment
-    # Of the request's arm in a split; without one the deployment's, or the version before it while that still
-    # takes new requests.
+    # the version of the request's arm in a split, else the deployment's, or the version before it while that
+    # still takes new requests
     version_digest: str
-    # Of the split, or of the deployment.
+    # revision of the split, or of the deployment
     route_revision: int
     # 0 for a deployment of 0 replicas, even if another deployment runs its version.
     ready_replicas: int
@@ -108,8 +108,8 @@ class ModelCatalog:
         aliases: Mapping[str, str] | None = None,
         batch_price_ratio: float = 1.0,
     ) -> None:
-        """``aliases``: further names of deployments, none of which is a deployment's name.
-        ``batch_price_ratio``: of the list price, for requests of the lowest class.
+        """``aliases`` are further names of deployments, none of which is a deployment's name.
+        ``batch_price_ratio`` times the list price is what requests of the lowest class cost.
         """
         self._batch_price_ratio = batch_price_ratio
         self._aliases = dict(aliases or {})
@@ -125,7 +125,7 @@ class ModelCatalog:
         # One index per view: views are immutable and change rarely.
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
-        self._routes: dict[str, Route] = {}  # of names without a split, by deployment
+        self._routes: dict[str, Route] = {}  # routes of names without a split, by deployment
         self._routed: Mapping[str, Versioned[Deployment]] | None = None
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
@@ -136,10 +136,10 @@ class ModelCatalog:
         Raises ModelNotFound, with the same message for every name; for a caller that names a version, the
         errors of ``Splits.choose``.
         """
-        asked, model = model, self.named(model)
+        requested, model = model, self.named(model)
         held = self._deployments.view.get(DEPLOYMENTS + model)
         if held is None or not held.record.version_digest:
-            raise model_not_found(asked)
+            raise model_not_found(requested)
         split = self._splits.of(model)
         if split is not None:
             return self._arm(held.record, split, caller)
@@ -382,7 +382,7 @@ class ModelCatalog:
 
     def _route(self, deployment: Deployment, mod_revision: int) -> Route:
         known = self._ready(deployment.version_digest)
-        # With fewer failures than replicas, a replica that no worker reports yet may be loading.
+        # A replica that no worker reports yet may be loading, unless as many failed as are wanted.
         failed = not known.may_serve and known.failed >= max(
             1, min(deployment.replicas, len(self._workers.view))
         )

@@ -23,7 +23,7 @@ from services.core.outputs.forms import OutputForm
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
-BATCH_FACE: Final = "batch"  # of lines of batches, which no client waits for
+BATCH_FACE: Final = "batch"  # face of a batch's lines, which no client waits for
 
 
 def request_tag(request_id: str) -> bytes:
@@ -130,7 +130,7 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop: str
     output_tokens: int
-    # Where the request wants parts: the last of them, which the end made final.
+    # the parts that the end made final, where the request wants parts
     parts: tuple[OutputPart, ...] = ()
     # Where the request wants parts: tokens to the end of the reasoning, its mark included; None: not counted.
     reasoning_tokens: int | None = None

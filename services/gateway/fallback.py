@@ -22,7 +22,7 @@ from services.gateway.policy.fallback_placement import (
 )
 
 CLOSED_S: Final = 0.5  # how long a worker is excluded after a refusal
-GUESS_S: Final = 0.1  # between two guesses of room on one worker
+GUESS_S: Final = 0.1  # interval of guesses of room on one worker
 # After so many consecutive refusals for lack of permission, the next try waits for a pause that doubles.
 # Causes: the workers observe a leader that this gateway does not, or observed one since its snapshot, or
 # their credit is spent.
@@ -35,8 +35,8 @@ _MAX_PAUSE_S: Final = 8.0
 
 @dataclass(frozen=True, slots=True)
 class FallbackSettings:
-    """``after_s``: the time without a leader; the workers have the same setting. ``max_age_s``: an older
-    snapshot is not used. ``predicted_output_tokens``: as the scheduler reserves.
+    """``after_s`` is the time without a leader; the workers have the same setting. A snapshot older than
+    ``max_age_s`` is not used. ``predicted_output_tokens`` is what the scheduler reserves.
     """
 
     after_s: float = 1.5
@@ -71,13 +71,14 @@ class GatewayFallback:
         self._leader_answered_s = -math.inf
         self._snapshot_s = -math.inf
         self._epoch = 0
-        self._members: dict[str, dict[str, PoolMember]] = {}  # by version, by worker; with the latest room
-        self._guesses: dict[str, _Guesses] = {}  # by version
-        self._guessed_s: dict[tuple[str, str], float] = {}  # by version and worker
-        self._grants: Counter[FallbackGrant] = Counter()  # since the snapshot, and unfinished
-        self._placed: dict[str, dict[str, Placed]] = {}  # by version, by worker
+        # members with their latest room, by version and worker
+        self._members: dict[str, dict[str, PoolMember]] = {}
+        self._guesses: dict[str, _Guesses] = {}  # guesses of each version
+        self._guessed_s: dict[tuple[str, str], float] = {}  # time of the last guess by version and worker
+        self._grants: Counter[FallbackGrant] = Counter()  # unfinished grants since the snapshot
+        self._placed: dict[str, dict[str, Placed]] = {}  # placements by version and worker
         self._closed_until_s: dict[str, float] = {}
-        self._denied = 0  # in a row; simultaneous ones count as one
+        self._denied = 0  # consecutive denials; simultaneous ones count as one
         self._denied_s = -math.inf
         self._paused_until_s = -math.inf
 

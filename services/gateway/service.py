@@ -78,8 +78,8 @@ class GatewayService:
         self._catalog = catalog
         self._ports = ports
         self.limits = limits
-        self._requests: dict[RunningRequest, None] = {}  # in order of arrival
-        self._lines = 0  # of batches, among them
+        self._requests: dict[RunningRequest, None] = {}  # running requests in order of arrival
+        self._lines = 0  # lines of batches among them
         self._counting: Counter[str] = Counter()
         self._draining = False
 

@@ -195,7 +195,7 @@ def _as_copied(spec: GenerationSpec, copied: GenerationSpec) -> GenerationSpec:
 
 
 def _copies_ports(ports: Ports) -> Ports:
-    """Return ports of which only placement, workers and the comparison of arms are the gateway's own."""
+    """Return the gateway's ports with others for all but placement, workers and the comparison of arms."""
     return replace(
         ports,
         limiter=Unlimited(),

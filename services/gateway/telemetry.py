@@ -249,7 +249,7 @@ class RequestTelemetry:
     def compared_in(self, step: str, session_key: str) -> None:
         """It counts in the comparison of this step; a copy too, whose version is not drawn.
 
-        Without effect on a request whose model does not exist, or no longer.
+        It has no effect on a request whose model does not exist, or was deleted.
         """
         if self._subject is not None:
             session = session_hash(self._subject.key.tenant, session_key)

@@ -91,14 +91,14 @@ class ConditionFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class KeyChanged:
     """A key was written."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class KeyRemoved:
     """A key was deleted or its lease ended."""
 
     key: str
@@ -110,7 +110,7 @@ class WatchBatch:
     """All events of the revisions after the previous batch, up to ``revision``; empty for a bookmark."""
 
     revision: int
-    events: tuple[Changed | Removed, ...]
+    events: tuple[KeyChanged | KeyRemoved, ...]
 
 
 class Store(Protocol):

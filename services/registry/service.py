@@ -65,7 +65,7 @@ from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, S
 from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
-from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
+from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 from services.runtime.process.folders import temporary_folder
 
 log = structlog.get_logger()
@@ -167,7 +167,7 @@ class RegistryService:
                 ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
             )
             write = WriteSet(conditions, (Delete(version.key),))
-            if isinstance(await self._requests.commit(write, request, Answer()), Committed):
+            if isinstance(await self._requests.commit(write, request, WriteAnswer()), Committed):
                 log.info("version.deleted", model=model, digest=digest)
                 return
         raise Conflict(f"tags and deployments of {model} are being changed: try again", model=model)
@@ -244,7 +244,7 @@ class RegistryService:
             if etag:
                 conditions.append(_unmoved(key, await self._store.get(key), etag))
             write = WriteSet(conditions, (Put(key, dump(record)), Put(model_users_key(model), b"")))
-            done = await self._requests.commit(write, request, Answer())
+            done = await self._requests.commit(write, request, WriteAnswer())
             if isinstance(done, Committed):
                 log.info("tag.set", model=model, tag=tag, digest=digest)
                 return done.revision
@@ -261,7 +261,7 @@ class RegistryService:
             if entry is None:
                 raise NotFound(f"{model} has no tag {tag}", model=model, tag=tag)
             write = WriteSet((_unmoved(key, entry, etag),), (Delete(key),))
-            if isinstance(await self._requests.commit(write, request, Answer()), Committed):
+            if isinstance(await self._requests.commit(write, request, WriteAnswer()), Committed):
                 log.info("tag.deleted", model=model, tag=tag)
                 return
         raise Conflict(f"the tag {tag} is being moved by others: try again", model=model, tag=tag)

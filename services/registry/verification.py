@@ -18,7 +18,7 @@ from services.core.rollouts.computation import READ, computation_digest
 from services.ports.blob_store import BlobStore
 
 PARALLEL: Final = 2
-MAX_WAITING: Final = 8  # of one publisher, including the one being verified
+MAX_WAITING: Final = 8  # most uploads of one publisher, including the one being verified
 
 
 @dataclass(slots=True)

@@ -35,11 +35,11 @@ MAX_WITH_NEW: Final = (
 )  # including those that are new since the last check
 MAX_IDLE_OF_CALLER: Final = 256  # idle connections of one caller; more count as unauthenticated
 AUTHENTICATED_FOR_S: Final = 60.0
-PERIOD_S: Final = 0.2  # between a new connection and the check
+PERIOD_S: Final = 0.2  # time between a new connection and the check
 # Without a notice. Then only the time since a caller's last call changes, whose bound is a minute, and few
 # connections can have arrived: grpc accepts some before the event loop notices them.
 _CALM_PERIOD_S: Final = 5.0
-_FLOODED_PERIOD_S: Final = 0.05  # while unauthenticated peers open more than their bound
+_FLOODED_PERIOD_S: Final = 0.05  # the period while unauthenticated peers open more than their bound
 _PAUSE_S: Final = 0.02
 _FEW_OTHERS: Final = 64
 _FEW_DESCRIPTORS: Final = 256
@@ -71,7 +71,7 @@ class Connections:
         self._share = share_of(max_connections)
         self._running: dict[str, int] = {}
         self._idle: dict[str, Idle] = {}
-        self._seen: set[str] = set()  # at the last check
+        self._seen: set[str] = set()  # peers of the last check
         self._to_close: set[str] = set()
         self._wanted = asyncio.Event()
         self._since_s: dict[str, float] = {}
@@ -138,7 +138,7 @@ class Connections:
         ]:
             del self._idle[peer]
         self._period_s = self._calm_s
-        # With few descriptors the list costs less than a thread's turn.
+        # The list costs less than a thread's turn if there are few descriptors.
         few = self._listed < _FEW_DESCRIPTORS
         descriptors = os.listdir(_DESCRIPTORS) if few else await asyncio.to_thread(os.listdir, _DESCRIPTORS)
         self._listed = len(descriptors)
@@ -222,7 +222,8 @@ def idle_above(idle: Mapping[str, Idle], most: int) -> list[str]:
 def above_share(since_s: Mapping[str, float], busy: Container[str], share: int) -> set[str]:
     """Return the connections to close so that no source has more than ``share``, authenticated or not.
 
-    Those without a call of an authenticated caller are closed first, from the oldest; then the newest others.
+    Connections without a call of an authenticated caller are closed first, from the oldest; then the newest
+    others.
     """
     by_source: defaultdict[str, list[str]] = defaultdict(list)
     for peer in sorted(since_s, key=lambda peer: (since_s[peer], peer)):

@@ -76,7 +76,7 @@ class RpcTelemetry:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class RpcService:
     """A servicer with its descriptor and the generated function that registers it."""
 
     descriptor: ServiceDescriptor
@@ -96,7 +96,7 @@ class RpcServer:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[RpcService],
         *,
         listen: str,
         internal_token: str,
@@ -269,7 +269,7 @@ class _Server(_server.Server):
         options: Sequence[tuple[str, Any]],
         refused: Callable[[str], None],
     ) -> None:
-        # As in the base class, with this module's type for its C server.
+        # This repeats the base class with this module's type for its C server.
         self._loop = cygrpc.get_working_loop()
         self._server = _AioServer(self._loop, None, (), tuple(interceptors), tuple(options), None)
         self._server.refused = refused

@@ -56,7 +56,7 @@ class Settings(BaseModel):
     cors_origins: tuple[Origin, ...] = ()
     # Further names of deployments, name=deployment: each has a capital, `_` or one slash, as none of them.
     model_aliases: dict[str, str] = Field(default_factory=dict, max_length=256)
-    # When a stream begins without output; a failure before it is a status that clients retry.
+    # time after which a stream begins without output; an earlier failure is a status that clients retry
     status_wait_s: float = Field(default=45.0, gt=0, le=3600)
     # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
@@ -76,7 +76,7 @@ class Settings(BaseModel):
     admin_key_file: Path | None = None
     # Address of the registry.
     registry: Address = "127.0.0.1:9091"
-    # Where chunks are stored: `folder` (in the state folder) or s3://BUCKET/PREFIX.
+    # store of chunks: `folder` (in the state folder) or s3://BUCKET/PREFIX
     blob_store: str = Field(
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",

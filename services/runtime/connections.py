@@ -20,7 +20,7 @@ from services.core.shares import share_of
 
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 _HOST: Final = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")
-_BYTES_ACKED: Final = struct.Struct("=Q")  # of linux/tcp.h, struct tcp_info
+_BYTES_ACKED: Final = struct.Struct("=Q")  # format of tcp_info's field in linux/tcp.h
 _BYTES_ACKED_AT: Final = 120
 _SITE_BITS: Final = 64  # the address bits that one IPv6 site controls itself
 

@@ -50,8 +50,8 @@ class WriteRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """``record``: as stored; empty for a deletion. ``create_revision`` 0: of this write."""
+class WriteAnswer:
+    """``record`` is the stored one, empty for a deletion. ``create_revision`` 0 stands for this write's."""
 
     record: bytes = b""
     create_revision: int = 0
@@ -62,14 +62,14 @@ class Answer:
 class Answered:
     """An earlier answer, at ``revision``."""
 
-    answer: Answer
+    answer: WriteAnswer
     revision: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
     fingerprint: str
-    answer: Answer
+    answer: WriteAnswer
 
 
 class RequestLog:
@@ -94,7 +94,7 @@ class RequestLog:
         return Answered(marker.answer, entry.mod_revision)
 
     async def commit(
-        self, write: WriteSet, request: WriteRequest, answer: Answer
+        self, write: WriteSet, request: WriteRequest, answer: WriteAnswer
     ) -> Committed | ConditionFailed:
         """Commit the write, with a marker for the request id if there is one, which must be new."""
         if not request.request_id:

@@ -102,10 +102,10 @@ class KeyDirectory:
         principal: Principal,
         model: str,
         *,
-        asked: str = "",
+        requested_name: str = "",
         names: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """Return if the caller may run this model, which it may have ``asked`` for by another name.
+        """Return if the caller may run this model; ``requested_name`` is its name in the request.
 
         Raises PermissionDenied for a key that belongs to no tenant. A model that the key does not permit gets
         the same ModelNotFound as one that does not exist.
@@ -113,7 +113,7 @@ class KeyDirectory:
         if principal.role is not KeyRole.TENANT:
             raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
         if not self.may_use(principal, model):
-            raise self.not_found(principal, asked or model, names())
+            raise self.not_found(principal, requested_name or model, names())
 
 
 def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:

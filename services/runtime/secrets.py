@@ -24,7 +24,7 @@ from services.core.errors import PermissionDenied, TicketExpired, Unauthenticate
 SECRET_BYTES: Final = 32
 MAX_KEY_CHARS: Final = 256
 MAX_TICKET_BYTES: Final = 512
-TICKET_LEEWAY_S: Final = 60.0  # by which the clocks of a gateway and a scheduler may differ
+TICKET_LEEWAY_S: Final = 60.0  # most that the clocks of a gateway and a scheduler may differ
 _KEY: Final = re.compile(r"fw_([a-z0-9](?:[a-z0-9.-]{0,126}[a-z0-9])?)_([A-Za-z0-9_-]{16,128})")
 _TICKET_VERSION: Final = b"\x01"
 _TICKET_PURPOSE: Final = b"fairway ticket v1"

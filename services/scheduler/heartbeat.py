@@ -21,8 +21,8 @@ from services.scheduler.term_streams import GatewaySession
 
 _MEMBERS_S: Final = 0.25  # age up to which a read of the fleet is used again
 PER_POOL: Final = 64
-MAX_MEMBERS: Final = 1024  # in one frame, over all pools
-MAX_LISTED: Final = 8192  # in one heartbeat, over all gateways: about 25 ms of the leader's core
+MAX_MEMBERS: Final = 1024  # most members of one frame, over all pools
+MAX_LISTED: Final = 8192  # most members of one heartbeat, over all gateways: about 25 ms of the leader's core
 
 
 class Members(NamedTuple):
@@ -48,7 +48,7 @@ class LeaderHeartbeat:
         self._period_s = period_s
         self._members: Fleet = {}
         self._members_until_s = -math.inf
-        self.due_s = clock.monotonic_s() + period_s  # when ``send`` is next due
+        self.due_s = clock.monotonic_s() + period_s  # time of the next ``send``
 
     def greet(self, session: GatewaySession) -> None:
         """Send the worker list to a new session. Before the first worker reports, no list is sent."""

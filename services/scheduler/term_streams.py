@@ -34,7 +34,7 @@ from services.ports.clock import Clock
 log = structlog.get_logger()
 
 _MIN_SLEEP_S: Final = 0.001
-MAX_COUNTERS: Final = 4096  # in one answer
+MAX_COUNTERS: Final = 4096  # most counters in one answer
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +59,17 @@ class GatewaySession(_Stream):
     them; of all but ``outbox`` only the newest values are sent."""
 
     gateway_id: str
-    # Where it is; empty: unknown.
+    # the gateway's zone; empty: unknown
     zone: str = ""
     # Ends of its placements.
     outbox: list[Outcome] = field(default_factory=list)
-    # Of all pools; None: sent.
+    # pressure of all pools; None: sent
     pressures: tuple[PoolPressure, ...] | None = None
     # The worker list for fallback placement; None: sent.
     members: tuple[PoolMember, ...] | None = None
-    # When ``members`` was last set.
+    # time at which ``members`` was last set
     listed_s: float = -math.inf
-    # By worker, version and tenant.
+    # leases by worker, version and tenant
     leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
     # Requests whose rows an operator asks about.
     questions: list[str] = field(default_factory=list)
@@ -163,7 +163,7 @@ class StreamLimits:
 
     gateways: int
     workers: int
-    commands: int  # that wait in the inbox
+    commands: int  # commands that wait in the inbox
 
 
 class TermStreams:

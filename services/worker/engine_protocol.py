@@ -33,14 +33,14 @@ class EngineMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The start configuration of an engine process, as JSON on its command line."""
 
-    socket_path: str  # of the agent's Unix socket
+    socket_path: str  # path of the agent's Unix socket
     model_dir: str  # the version's files
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
     # "rows" runs batches of a fixed-cost model, and ``kv_memory_bytes`` bounds the working memory of one.
     executor: Literal["torch", "null", "rows"] = "torch"
     device: str = "cpu"  # "cpu" or a CUDA device
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and KV
-    threads: int = 0  # of the CPU operators; 0: torch's default
+    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and KV
+    threads: int = 0  # CPU threads that the operators use; 0: torch's default
     block_size: int = 16  # tokens per KV block
     # 0: the engine sizes its pool from ``kv_memory_bytes``.
     kv_blocks: int = 0
@@ -59,11 +59,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_cache: bool = True
     # The share of the pool that one isolation domain may use.
     cache_domain_ratio: float = 0.5
-    null_step_s: float = 0.0  # of the "null" executor
+    null_step_s: float = 0.0  # seconds that a step of the "null" executor lasts
     # Proposals come from the sequence's own text or from the model in ``draft_model_dir``. The tokens are the
     # same with and without speculation where operators are exact.
     speculation: Literal["off", "prompt_lookup", "draft"] = "off"
-    draft_model_dir: str = ""  # for "draft"
+    draft_model_dir: str = ""  # directory of the draft model's files; empty unless speculation is "draft"
     # Most proposed tokens per step and sequence.
     max_proposals: int = 8
     # "auto": the C++ operators on a CPU where they can be compiled; "native": these, or the start fails.
@@ -96,9 +96,9 @@ class Submit(EngineMessage, frozen=True):
     produced_ids: Sequence[int] = ()
     # A lower value is admitted first; equal ones in order of arrival.
     priority: int = 0
-    # For the log.
+    # the id under which logs name this request
     request_id: str = ""
-    # Above 0: a suspect of a crash. Its next so many tokens are computed in steps of its own.
+    # how many of its next tokens are computed in steps of their own, since it is a suspect of a crash
     apart_tokens: int = 0
     # It ends with its prefill, without a token: with the last one's hidden state after the final norm.
     embed: bool = False
@@ -150,7 +150,7 @@ class RunBatch(EngineMessage, frozen=True):
     One that arrives while another runs is run between the layers of that one, if the model ``pauses``.
     """
 
-    number: int  # of the batch
+    number: int  # the batch's number; its outputs carry it too
     rows: list[tuple[RawTensor, ...]]
     # Tokens to which rows are padded, or tiles of each image; 0: rows of the model have no length.
     width: int = 0
@@ -187,9 +187,9 @@ class RowModel(msgspec.Struct, frozen=True):
     """A loaded fixed-cost model: its part of the batch key, its limits and its costs."""
 
     operation: Operation
-    dtype: str  # of the computation
+    dtype: str  # number format of the computation
     inputs: tuple[TensorSpec, ...]
-    max_tokens: int  # of a row, or tiles of an image; 0: rows have no length
+    max_tokens: int  # longest row in tokens, or largest image in tiles; 0: rows have no length
     packs: bool  # it computes no padding
     costs: RowCosts
     pauses: bool = False  # other batches may run between its layers
@@ -206,14 +206,14 @@ class Ready(EngineMessage, frozen=True):
     kv_blocks_total: int  # size of the KV pool
     block_size: int  # tokens per KV block
     max_model_len: int  # most tokens per sequence
-    vocab_size: int  # of the model
-    kv_bytes_per_block: int  # of all layers
+    vocab_size: int  # number of ids of the model's vocabulary
+    kv_bytes_per_block: int  # size of a block over all layers
     weight_bytes: int  # measured
     # Duration of a step with the full token budget, measured in the warm-up.
     full_step_s: float = 0.0
-    # Memory that loading and the largest step took beside weights and KV.
+    # Memory that loading and the largest step took in addition to weights and KV.
     working_bytes: int = 0
-    # Of a fixed-cost model. The working memory of a batch then counts as KV: as one block.
+    # facts of a fixed-cost model; the working memory of its batch counts as one KV block
     rows: RowModel | None = None
 
 
@@ -231,13 +231,13 @@ class LoadFailed(EngineMessage, frozen=True):
 
 
 class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of an output after penalties and bias, before the filters;
-    of a prompt as the model gives them."""
+    """Natural-log probabilities at one position. An output's are after penalties and bias and before the
+    filters; a prompt's are those of the model."""
 
     sampled: float
     top_ids: list[int]
     top_logprobs: list[float]
-    # Of a prompt's token: its place by probability, from 1. 0: none.
+    # the prompt token's place by probability, from 1; 0: none
     rank: int = 0
 
 
@@ -254,9 +254,9 @@ class Stepped(EngineMessage, frozen=True):
     handles: list[int]  # one entry per token
     # A "stop" by a stop token or end-of-sequence includes that token.
     tokens: list[int]
-    # Ended in this step. "preempted" returns the sequence to the agent: its KV is freed and no more events
-    # follow. "error" fails that sequence alone; so does "not_finite": the model returned no finite numbers,
-    # and "constraint": the output cannot go on within the limits of its constraint.
+    # Why each sequence ended in this step. "preempted" returns the sequence to the agent: its KV is freed and
+    # no more events follow. "error" fails that sequence alone; so does "not_finite": the model returned no
+    # finite numbers, and "constraint": the constraint allows no further output.
     finished: dict[int, FinishReason]
     prefill_tokens: int  # prompt tokens computed in the step
     kv_blocks_used: int  # allocated after the step
@@ -285,10 +285,10 @@ class Stepped(EngineMessage, frozen=True):
     accepted_tokens: int = 0
     # Part of the step's duration that prefills were charged; its decodes were charged the rest.
     prefill_s: float = 0.0
-    # By handle: microseconds of step time that it was charged so far. Contains those that are settled, and
-    # from time to time all that were charged.
+    # Microseconds of step time that each handle was charged so far. They include settled handles; now and
+    # then they are complete.
     device_us: dict[int, int] = {}
-    # Each handle once, after it finished or was cancelled: it is charged no more.
+    # handles that finished or were cancelled, each once: they are charged no more
     settled: list[int] = []
     # By handle, of those that embed, in the step that finished them: 32-bit little-endian floats.
     embeddings: dict[int, bytes] = {}
@@ -316,9 +316,9 @@ class BatchRan(EngineMessage, frozen=True):
     """The outputs of a batch, in the order of its rows."""
 
     number: int
-    run_s: float  # of the device, without batches between its layers
+    run_s: float  # seconds that the device computed, less batches between its layers
     outputs: list[tuple[RawTensor, ...]]  # empty for a row with a problem
-    problems: dict[int, str] = {}  # by place: rows that cannot be computed, and did not run
+    problems: dict[int, str] = {}  # reasons why rows were not run, by place in the batch
 
 
 class BatchRaised(EngineMessage, frozen=True):

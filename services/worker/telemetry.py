@@ -33,7 +33,7 @@ class EngineLevels:
     model: str  # the deployment's name
     state: str  # phase of the slot
     kv_blocks_used: int  # allocated in the engine
-    kv_blocks_reserved: int  # for sequences with a slot
+    kv_blocks_reserved: int  # blocks reserved for sequences with a slot
     kv_blocks_total: int  # size of the pool
     # Sequences with a slot and a token.
     running: int

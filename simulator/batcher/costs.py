@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 MEASURED: Final = Path(__file__).with_name("costs.json")  # written by bench/batch_costs.py
-SPREAD: Final = 0.08  # of the logarithm of a run's time
+SPREAD: Final = 0.08  # standard deviation of the logarithm of a run's time
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,12 @@ from simulator.batcher.world import (
 from simulator.lab.load.arrivals import Gamma, OnOff, Poisson
 
 WINDOWS_S: Final = (0.0, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-HALVINGS: Final = 6  # of the interval in which the highest rate lies
+HALVINGS: Final = 6  # halvings of the interval in which the highest rate lies
 BURST_S: Final = (0.1, 0.2)  # mean time with three times the rate between, and without
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceKind:
+class MeasuredDevice:
     """Measured costs, the widths of the traffic, and what answers must meet."""
 
     costs: BatchCosts
@@ -69,24 +69,24 @@ OPEN: Final[Mapping[str, Callable[[float], OpenLoop]]] = {
 CLOSED: Final = (8, 64)  # clients
 
 
-def device_kinds() -> dict[str, DeviceKind]:
+def device_kinds() -> dict[str, MeasuredDevice]:
     """Return what was measured here, and one device with a large fixed cost, as accelerators have."""
     mlp, minilm = (BatchCosts.measured(model) for model in ("mlp", "minilm"))
     mixed = ((16, 0.7), (64, 0.3))
     return {
-        "mlp": DeviceKind(mlp, ((0, 1.0),), BatchObjective(0.05)),
-        "minilm": DeviceKind(minilm, mixed, BatchObjective(2.0)),
-        "accelerator": DeviceKind(BatchCosts.linear(3e-3, 0.1e-3), ((0, 1.0),), BatchObjective(0.05)),
+        "mlp": MeasuredDevice(mlp, ((0, 1.0),), BatchObjective(0.05)),
+        "minilm": MeasuredDevice(minilm, mixed, BatchObjective(2.0)),
+        "accelerator": MeasuredDevice(BatchCosts.linear(3e-3, 0.1e-3), ((0, 1.0),), BatchObjective(0.05)),
     }
 
 
-def run(kind: DeviceKind, load: OpenLoop | ClosedLoop, window: Window, rows: int) -> BatcherOutcome:
+def run(kind: MeasuredDevice, load: OpenLoop | ClosedLoop, window: Window, rows: int) -> BatcherOutcome:
     """Return the outcome of one run."""
     spec = BatcherSpec(load, kind.costs, window, rows=rows, widths=kind.widths, objective=kind.objective)
     return BatcherWorld(spec).run()
 
 
-def goodput(kind: DeviceKind, load: Callable[[float], OpenLoop], window: Window, rows: int) -> float:
+def goodput(kind: MeasuredDevice, load: Callable[[float], OpenLoop], window: Window, rows: int) -> float:
     """Return the highest rate at which the objective holds, to a sixtieth of the device's rate."""
     low, high = 0.0, 1.1 * kind.rate_per_s(100)
     for _ in range(HALVINGS):
@@ -99,7 +99,7 @@ def goodput(kind: DeviceKind, load: Callable[[float], OpenLoop], window: Window,
     return low
 
 
-def figures(kind: DeviceKind, window: Window, rows: int) -> dict[str, float]:
+def figures(kind: MeasuredDevice, window: Window, rows: int) -> dict[str, float]:
     """Return the figure of each workload, the more the better."""
     found = {name: goodput(kind, load, window, rows) for name, load in OPEN.items()}
     for clients in CLOSED:
@@ -108,7 +108,7 @@ def figures(kind: DeviceKind, window: Window, rows: int) -> dict[str, float]:
     return found
 
 
-def compare(kind: DeviceKind, rows: int) -> dict[str, tuple[float, float, float]]:
+def compare(kind: MeasuredDevice, rows: int) -> dict[str, tuple[float, float, float]]:
     """Return (derived, best fixed, its window) by workload."""
     derived = figures(kind, DerivedWindow(), rows)
     fixed = {window_s: figures(kind, FixedWindow(window_s), rows) for window_s in WINDOWS_S}

@@ -30,17 +30,17 @@ from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, Wait
 from services.worker.batcher.policy.window import Window
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
-from simulator.lab.load.arrivals import Arrivals
+from simulator.lab.load.arrivals import ArrivalProcess
 
 KEY: Final = BatchKey.of("sha256:simulated", Operation.INFER, "float32", (), {})
-WARM_UP_RATIO: Final = 0.1  # of the rows, which are not counted
+WARM_UP_RATIO: Final = 0.1  # share of the rows that are not counted, at the start
 
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
     """Rows that arrive whatever is answered."""
 
-    arrivals: Arrivals
+    arrivals: ArrivalProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class BatcherWorld:
         self._profile = ArrivalProfile()
         self._shares: Counter[int] = Counter()
         self._busy_until_s = 0.0
-        self._decision = 0  # of which a timer is pending; a later decision makes it void
+        self._decision = 0  # number of the decision whose timer is pending; a later decision makes it void
         self._sent = 0
         self._began_s = -1.0
         self._warm = int(spec.rows * WARM_UP_RATIO)

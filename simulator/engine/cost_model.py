@@ -115,7 +115,7 @@ def span_tokens(start: int, end: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DevicePeaks:
     """Published peak figures: dense bf16 operations per second, bytes per second of memory, bytes."""
 
     flops_per_s: float
@@ -148,20 +148,20 @@ class ModelShape:
 # A100 80GB SXM datasheet (312 TFLOPS, 2,039 GB/s); H100 SXM datasheet (989 TFLOPS, 3.35 TB/s, 80 GB);
 # H200 SXM datasheet (989 TFLOPS, 4.8 TB/s, 141 GB).
 DEVICES: Final = {
-    "a10": Device(125e12, 600e9, 24 * 10**9),
-    "a100": Device(312e12, 2039e9, 80 * 10**9),
-    "h100": Device(989e12, 3350e9, 80 * 10**9),
-    "h200": Device(989e12, 4800e9, 141 * 10**9),
+    "a10": DevicePeaks(125e12, 600e9, 24 * 10**9),
+    "a100": DevicePeaks(312e12, 2039e9, 80 * 10**9),
+    "h100": DevicePeaks(989e12, 3350e9, 80 * 10**9),
+    "h200": DevicePeaks(989e12, 4800e9, 141 * 10**9),
 }
 
-# From the models' own config.json.
+# shapes of the models' own config.json
 LLAMA_3_8B: Final = ModelShape(7.50e9, 0.525e9, layers=32, heads=32, kv_heads=8, head_dim=128)
 LLAMA_3_70B: Final = ModelShape(69.5e9, 1.05e9, layers=80, heads=64, kv_heads=8, head_dim=128)
 
 # What kernels reach of the peaks. 0.6 and 0.8 put the A100 within 20 % of the published rates of a 7B model
 # (TensorRT-LLM v0.6.1 performance.md; LMDeploy benchmark a100_fp16.md), which tests/sim/engine holds them to.
 COMPUTE_EFFICIENCY: Final = 0.6
-ATTENTION_EFFICIENCY: Final = 0.35  # of causal chunks with a long context
+ATTENTION_EFFICIENCY: Final = 0.35  # efficiency of causal chunks with a long context
 MEMORY_EFFICIENCY: Final = 0.8
 MEMORY_UTILISATION: Final = 0.9  # the rest is the allocator's and other processes'
 ACTIVATION_BYTES: Final = 2 * 10**9
@@ -171,7 +171,7 @@ LOAD_BYTES_PER_S: Final = 2e9  # local NVMe to the device
 START_S: Final = 10.0  # process, imports, graph capture
 
 
-def derive(name: str, device: Device, shape: ModelShape, *, devices: int = 1) -> CostModel:
+def derive(name: str, device: DevicePeaks, shape: ModelShape, *, devices: int = 1) -> CostModel:
     """Return the cost model of a decoder on ``devices`` of one kind in tensor parallel.
 
     Raises ValueError if the weights leave no memory for KV.

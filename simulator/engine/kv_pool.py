@@ -22,7 +22,7 @@ from services.worker.engine.sequence import SequenceState
 OWN: Final = 0  # prefixes are never named so
 
 
-class KvPool:
+class SimKvPool:
     """Implements ``BlockPool`` and ``PrefixReuse``. ``cache`` false: no prefix is ever found."""
 
     def __init__(self, blocks_total: int, block_size: int, *, cache: bool = True) -> None:
@@ -34,8 +34,8 @@ class KvPool:
         self._cache = cache
         self._each = PREFIX_BLOCK_TOKENS // block_size if cache else 1  # blocks of a prefix block
         self._own = 0
-        self._holders: dict[int, int] = {}  # by the name of each prefix block that is here
-        self._idle: dict[int, None] = {}  # those without holders, least recently used first
+        self._holders: dict[int, int] = {}  # number of holders of each cached prefix block, by name
+        self._idle: dict[int, None] = {}  # blocks without holders, least recently used first
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 

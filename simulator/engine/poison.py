@@ -11,7 +11,7 @@ _MARK: Final = 31_999  # no other prompt begins with it
 POISON_TOKENS: Final = 4
 
 
-class Ending(IntEnum):
+class EngineEnding(IntEnum):
     """How the engine ends."""
 
     RAISES = 1  # an exception in the step
@@ -25,7 +25,7 @@ class Poison:
     """The input with this number ends the engine in each step that samples it from ``after_tokens`` output
     tokens on."""
 
-    ending: Ending
+    ending: EngineEnding
     number: int
     after_tokens: int = 0
 
@@ -39,7 +39,7 @@ def poison_of(prompt: Sequence[int]) -> Poison | None:
     """Return the poison that a prompt begins with."""
     if len(prompt) < POISON_TOKENS or prompt[0] != _MARK:
         return None
-    return Poison(Ending(prompt[1]), prompt[2], prompt[3])
+    return Poison(EngineEnding(prompt[1]), prompt[2], prompt[3])
 
 
 class EngineEnds(Exception):

@@ -17,19 +17,19 @@ from services.worker import engine_protocol as wire
 from services.worker.policy.crash_cause import STEP_FAILED, cause_of
 from services.worker.slots.engine_process import Crashed, EngineEvents, EngineExit, Stopped
 from simulator.batcher.costs import BatchCosts
-from simulator.engine.poison import Ending
+from simulator.engine.poison import EngineEnding
 from simulator.kernel.process import Process
 
-MOST_TOKENS: Final = 64  # of a row
+MOST_TOKENS: Final = 64  # longest row
 LEAST_TOKENS: Final = 2  # a row's kind and number
-LAYERS: Final = 6  # of a model that pauses: other batches run between them
+LAYERS: Final = 6  # layers of a model that pauses: other batches run between them
 _WEIGHT_BYTES: Final = 90 * 1024 * 1024
 _INPUT: Final = TensorSpec("input_ids", "INT64", (ANY,), has_length=True)
 _SIGKILL: Final = -9
-_EXITS: Final = {Ending.SIGNALS: -signal.SIGSEGV, Ending.KILLED: _SIGKILL}
+_EXITS: Final = {EngineEnding.SIGNALS: -signal.SIGSEGV, EngineEnding.KILLED: _SIGKILL}
 
 
-def row_input(number: int, tokens: int, poison: Ending | None = None) -> tuple[RawTensor, ...]:
+def row_input(number: int, tokens: int, poison: EngineEnding | None = None) -> tuple[RawTensor, ...]:
     """Return the input of the row with a number; a poison ends each batch that contains it."""
     ids = array("q", bytes(8 * tokens))
     ids[0], ids[1] = 0 if poison is None else poison, number
@@ -208,9 +208,9 @@ class SimBatchRun:
         if poison is None:
             outputs = [row_output(row) for row in batch.rows]
             self._events.on_batch(wire.BatchRan(batch.number, took_s, outputs))
-        elif poison is Ending.RAISES:
+        elif poison is EngineEnding.RAISES:
             self._events.on_batch(wire.BatchRaised(batch.number, took_s, "ValueError"))
-        elif poison is Ending.HANGS:
+        elif poison is EngineEnding.HANGS:
             self._hangs = True
         else:
             self.crash(f"a row ended it: {poison.name}", _EXITS.get(poison, STEP_FAILED))
@@ -222,6 +222,6 @@ class SimBatchRun:
             self._events.on_exit(exit_)
 
 
-def _poison_of(row: Sequence[RawTensor]) -> Ending | None:
+def _poison_of(row: Sequence[RawTensor]) -> EngineEnding | None:
     kind = int.from_bytes(row[0].data[:8], "little")
-    return Ending(kind) if kind else None
+    return EngineEnding(kind) if kind else None

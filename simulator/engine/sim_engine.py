@@ -30,8 +30,8 @@ from services.worker.engine.validation import ModelLimits
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel
-from simulator.engine.kv_pool import KvPool
-from simulator.engine.poison import Ending, EngineEnds, Poison
+from simulator.engine.kv_pool import SimKvPool
+from simulator.engine.poison import EngineEnding, EngineEnds, Poison
 from simulator.engine.sim_executor import (
     FRAGILE,
     OutputLength,
@@ -40,7 +40,7 @@ from simulator.engine.sim_executor import (
     VersionFaults,
     sim_tokens,
 )
-from simulator.engine.tokens import Vocabulary
+from simulator.engine.tokens import SimVocabulary
 
 HEARTBEAT_S: Final = 1.0
 COMMAND_S: Final = 0.0001  # delay of a command to an idle engine; commands within it are read together
@@ -50,7 +50,7 @@ MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 SequenceCommand = wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize | wire.Pace
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
-Tell = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
+OnMessage = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class SimEngine:
         *,
         clock: Clock,
         call_at: CallAt,
-        tell: Tell,
+        report: OnMessage,
         output_length: OutputLength | None = None,
         observe: Callable[[list[float], wire.Stepped], None] | None = None,
         ends: Callable[[Poison], None] | None = None,
@@ -144,12 +144,12 @@ class SimEngine:
         self.spec = spec
         self._page = _StepOfTime(spec.max_sequences)
         self._ends = ends
-        self.pool = KvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
+        self.pool = SimKvPool(spec.blocks, spec.block_size, cache=spec.prefix_cache)
         self._clock = clock
         self._call_at = call_at
-        self._report = tell
+        self._report = report
         self._observe = observe
-        vocabulary = Vocabulary(spec.vocab_size, spec.eos_id)
+        vocabulary = SimVocabulary(spec.vocab_size, spec.eos_id)
         self._executor = executor = SimExecutor(spec.cost, vocabulary, spec.faults)
         self._intake = SimIntake(vocabulary, output_length)
         self._engine = Engine(
@@ -166,13 +166,13 @@ class SimEngine:
         )
         self._planner = self._engine.planner
         self._inbox: list[SequenceCommand] = []
-        self._at_s = 0.0  # when the step under way began, or the next begins
+        self._at_s = 0.0  # begin of the step under way, or of the next
         self._busy = False
-        self._event: wire.Stepped | None = None  # of the step under way
+        self._event: wire.Stepped | None = None  # outcome of the step under way
         self._window: _Window | None = None
         self._unreported: _Unreported | None = None  # a window that is reported with the current step
         self._timer: TimerHandle | None = None
-        self._skipped_steps = 0  # those of windows, which the engine has not counted
+        self._skipped_steps = 0  # steps of windows, which the engine has not counted
         self._hung = False
         self.stuck: Poison | None = None  # who hangs it, in a step that never ends
         self._dead = False
@@ -213,7 +213,8 @@ class SimEngine:
         if not self._hung and not self._dead:
             self._hung = True
             self._stop_timer()
-            if self._window is not None:  # where it got to; the step under way ends when it goes on
+            # The window ends where it got to; the step under way ends when the engine continues.
+            if self._window is not None:
                 self._shorten(self._window)
 
     def unhang(self) -> None:
@@ -249,9 +250,10 @@ class SimEngine:
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks leaked or a sequence was lost."""
         if self.stuck is not None:
-            return  # in the middle of a step
+            return  # The engine stands in the middle of a step.
         self._engine.check_integrity()
-        ending = 0 if self._event is None else len(self._event.finished)  # of the step under way
+        # sequences that end with the step under way
+        ending = 0 if self._event is None else len(self._event.finished)
         live = self._planner.running + self._planner.waiting + ending
         assert len(self._intake.live) == live, "a sequence is kept"
 
@@ -288,7 +290,7 @@ class SimEngine:
     def _end_by(self, poison: Poison) -> None:
         """A member of the step that begins ends the process, or hangs it for good."""
         self._report_window()
-        if poison.ending is Ending.HANGS or self._ends is None:
+        if poison.ending is EngineEnding.HANGS or self._ends is None:
             self._hung, self.stuck = True, poison
             self._stop_timer()
         if self._ends is not None:
@@ -316,9 +318,9 @@ class SimEngine:
             self._next(next_s)
 
     def _report_window(self) -> None:
-        untold, self._unreported = self._unreported, None
-        if untold is not None:
-            self._report_step(untold.ends_s, untold.event)
+        unreported, self._unreported = self._unreported, None
+        if unreported is not None:
+            self._report_step(unreported.ends_s, unreported.event)
 
     def _report_step(self, ends_s: list[float], event: wire.Stepped) -> None:
         if self._observe is not None:

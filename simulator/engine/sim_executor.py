@@ -13,7 +13,7 @@ from services.worker.engine.validation import Intake, ModelLimits, size_refusal
 from services.worker.engine_protocol import Submit
 from simulator.engine.cost_model import CostModel, span_tokens
 from simulator.engine.poison import EngineEnds
-from simulator.engine.tokens import NEVER, SimTokens, Vocabulary
+from simulator.engine.tokens import NEVER, SimTokens, SimVocabulary
 
 # How many tokens a request's output has, the end-of-sequence token included; None: up to its max_tokens.
 OutputLength = Callable[[Submit], int | None]
@@ -41,7 +41,7 @@ def sim_tokens(sequence: SequenceState) -> SimTokens:
 class SimIntake(Intake):
     """Sequences that keep a prompt as it came and their output as a count."""
 
-    def __init__(self, vocabulary: Vocabulary, output_length: OutputLength | None) -> None:
+    def __init__(self, vocabulary: SimVocabulary, output_length: OutputLength | None) -> None:
         self._vocabulary = vocabulary
         self._output_length = output_length
         self.live: dict[int, SequenceState] = {}
@@ -94,7 +94,7 @@ class SimIntake(Intake):
 class SimExecutor:
     """Implements ``Runner``. ``elapsed_s`` is the clock that its engine measures steps by."""
 
-    def __init__(self, cost: CostModel, vocabulary: Vocabulary, faults: VersionFaults = FRAGILE) -> None:
+    def __init__(self, cost: CostModel, vocabulary: SimVocabulary, faults: VersionFaults = FRAGILE) -> None:
         self.cost = cost
         self._faults = faults
         self.slow_factor = 1.0

@@ -41,7 +41,7 @@ from services.worker.slots.engine_settings import EngineSettings
 from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.text.detokenizer import Vocabulary
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_batches import SimBatchRun, SimRowVersion
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.sim_executor import OutputLength
@@ -50,13 +50,13 @@ from simulator.kernel.links.streams import SimStreams, serve_stream
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
-_CHECK_S: Final = 1.0  # between two checks for a silent engine
+_CHECK_S: Final = 1.0  # interval of checks for a silent engine
 _SIGKILL: Final = -9
 _LOAD_FAILED: Final = 1
 _EXITS: Final = {
-    Ending.RAISES: STEP_FAILED,
-    Ending.SIGNALS: -signal.SIGSEGV,
-    Ending.KILLED: _SIGKILL,
+    EngineEnding.RAISES: STEP_FAILED,
+    EngineEnding.SIGNALS: -signal.SIGSEGV,
+    EngineEnding.KILLED: _SIGKILL,
 }
 
 
@@ -202,7 +202,7 @@ class SimEngineRun:
             spec,
             clock=process.clock,
             call_at=self._call_at,
-            tell=self._on_message,
+            report=self._on_message,
             output_length=self._engines.output_length,
             ends=self._ends_soon,
         )
@@ -227,7 +227,7 @@ class SimEngineRun:
 
     def _end_by(self, poison: Poison) -> None:
         self._engines.died(poison)
-        if poison.ending is not Ending.HANGS:  # that is found by its silence
+        if poison.ending is not EngineEnding.HANGS:  # The worker finds a hanging engine by its silence.
             self.crash(f"its step ended it: {poison.ending.name}", _EXITS[poison.ending])
 
     def _end(self, exit_: EngineExit) -> None:

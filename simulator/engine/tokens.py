@@ -15,7 +15,7 @@ NEVER = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class SimVocabulary:
     """``eos_id`` ends an output that ends by itself and is emitted nowhere else; None: no output does."""
 
     size: int
@@ -32,7 +32,7 @@ class Vocabulary:
 
 def output_tokens(seed: int, choice: int, count: int, *, vocab_size: int, eos_id: int | None) -> list[int]:
     """Return the first ``count`` output tokens of a request, which a client can hold its stream against."""
-    return Vocabulary(vocab_size, eos_id).output(sequence_key(seed, choice), 0, count)
+    return SimVocabulary(vocab_size, eos_id).output(sequence_key(seed, choice), 0, count)
 
 
 class SimTokens(MutableSequence[int]):
@@ -44,7 +44,7 @@ class SimTokens(MutableSequence[int]):
     __slots__ = ("_prompt", "_vocabulary", "end", "key", "length", "poison", "prompt_tokens")
 
     def __init__(
-        self, prompt: Sequence[int], produced: int, key: int, vocabulary: Vocabulary, end: int = NEVER
+        self, prompt: Sequence[int], produced: int, key: int, vocabulary: SimVocabulary, end: int = NEVER
     ) -> None:
         self._prompt = prompt
         self._vocabulary = vocabulary

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 class EscrowRow:
     """What one region has written; every number only grows. Amounts in micro-dollars."""
 
-    granted: int  # of the budget, at its creation
-    transferred: Mapping[str, int] = field(default_factory=dict)  # to each other region, in all
+    granted: int  # part of the budget that it received at its creation
+    transferred: Mapping[str, int] = field(default_factory=dict)  # total that went to each other region
 
 
 @dataclass(slots=True)
@@ -32,9 +32,9 @@ class RegionalEscrow:
 
     region: str
     row: EscrowRow
-    rows: dict[str, EscrowRow] = field(default_factory=dict)  # of the other regions, as last received
-    reserved: int = 0  # by running requests, at their worst case
-    spent: int = 0  # by settled requests
+    rows: dict[str, EscrowRow] = field(default_factory=dict)  # rows of the other regions as last received
+    reserved: int = 0  # worst case of the running requests
+    spent: int = 0  # cost of settled requests
 
     @property
     def rights(self) -> int:

@@ -30,10 +30,10 @@ from services.core.records import (
 )
 from services.ports.store import Put
 from services.scheduler.term import Term
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
-from simulator.fleet.grant_watch import GrantWatch, Trace
+from simulator.fleet.grant_watch import EventTrace, GrantWatch
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
 from simulator.fleet.nodes.plane_node import PlaneNode
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
@@ -71,8 +71,8 @@ class SimFleet:
         spec: FleetSpec,
         loop: VirtualTimeLoop,
         *,
-        on_record: Callable[[Record], None],
-        trace: Trace,
+        on_record: Callable[[RequestRecord], None],
+        trace: EventTrace,
         parts: Parts | None = None,
     ) -> None:
         self.spec = spec
@@ -292,7 +292,7 @@ class SimFleet:
 
     # --- ends -------------------------------------------------------------------------------------
 
-    def _ended(self, record: Record) -> None:
+    def _ended(self, record: RequestRecord) -> None:
         self.trace.note(
             f"request-{record.number}",
             "ended",

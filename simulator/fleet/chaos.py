@@ -14,7 +14,7 @@ from services.gateway.service_types import GatewayLimits
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.term import TermSettings
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_batches import LEAST_TOKENS, MOST_TOKENS
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.row_client import SimRows
@@ -49,7 +49,7 @@ class FaultKind(StrEnum):
     STALE_GATEWAY = "stale_gateway"  # cut off from the store alone
 
 
-# Those of a fleet with control planes.
+# faults of a fleet with control planes
 ROLLOUT_FAULTS: Final = frozenset(
     {FaultKind.PLANE_CRASH, FaultKind.PLANE_PAUSE, FaultKind.LEDGER_OUTAGE, FaultKind.STALE_GATEWAY}
 )
@@ -79,11 +79,11 @@ _STRIKES_A_WORKER: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """One fault."""
 
     kind: FaultKind
-    # From the start of the load.
+    # time since the start of the load
     at_s: float
     # It is healed so long after it struck.
     for_s: float
@@ -98,7 +98,7 @@ class Fault:
 
 def draw_faults(
     rng: Random, *, duration_s: float, count: int, among: Sequence[FaultKind] = CHAOS_FAULTS
-) -> tuple[Fault, ...]:
+) -> tuple[InjectedFault, ...]:
     """Return ``count`` faults spread over a time, in order. Every kind comes once before any comes twice."""
     kinds: list[FaultKind] = []
     while len(kinds) < count:
@@ -109,11 +109,11 @@ def draw_faults(
     return tuple(sorted(drawn, key=lambda fault: fault.at_s))
 
 
-def _draw(kind: FaultKind, rng: Random, duration_s: float) -> Fault:
+def _draw(kind: FaultKind, rng: Random, duration_s: float) -> InjectedFault:
     moment = Moment.AT_ONCE
     if kind in _STRIKES_A_WORKER:
         moment = rng.choice((Moment.AT_ONCE, Moment.AFTER_GRANT, Moment.IN_PREFILL))
-    return Fault(
+    return InjectedFault(
         kind=kind,
         at_s=rng.uniform(0.05, 0.9) * duration_s,
         for_s=rng.choice((0.3, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5),
@@ -139,7 +139,7 @@ ROW_REQUESTS: Final = 60
 DURATION_S: Final = 12.0
 FAULTS: Final = 8
 FLOOD_RATIO: Final = 0.4
-POISONED_RATIO: Final = 0.25  # of the seeds
+POISONED_RATIO: Final = 0.25  # share of the seeds that have poisoned requests
 _PREFIXES: Final = 6
 _ROW_WORKERS: Final = 3
 _PRIORITIES: Final = (Priority.BATCH, Priority.STANDARD, Priority.STANDARD, Priority.INTERACTIVE)
@@ -179,7 +179,7 @@ def chaos_spec(seed: int, *, workers: int) -> FleetSpec:
     )
 
 
-def chaos_faults(seed: int) -> tuple[Fault, ...]:
+def chaos_faults(seed: int) -> tuple[InjectedFault, ...]:
     return draw_faults(Random(f"faults {seed}"), duration_s=DURATION_S, count=FAULTS)
 
 
@@ -226,7 +226,7 @@ def chaos_rows(seed: int, requests: int = ROW_REQUESTS) -> Iterator[SimRows]:
             priority=rng.choice(_PRIORITIES),
             deadline_s=rng.uniform(0.2, 8.0) if rng.random() < 0.1 else None,
             cancel_after_s=rng.uniform(0.01, 4.0) if rng.random() < 0.1 else None,
-            poisons={rng.randrange(rows): rng.choice(list(Ending))} if poison else {},
+            poisons={rng.randrange(rows): rng.choice(list(EngineEnding))} if poison else {},
         )
 
 
@@ -237,7 +237,7 @@ def chaos_poisons(seed: int, requests: int = REQUESTS) -> dict[int, Poison]:
         return {}
     found: dict[int, Poison] = {}
     for number in range(2):
-        poison = Poison(rng.choice(list(Ending)), number, rng.choice((0, 0, 3)))
+        poison = Poison(rng.choice(list(EngineEnding)), number, rng.choice((0, 0, 3)))
         found.update(dict.fromkeys(rng.sample(range(requests), 2), poison))
     return found
 

@@ -12,7 +12,7 @@ from fairway.task_group import TaskGroup
 from services.core.generation import PlaceSpec, StartSpec
 from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
-from simulator.fleet.chaos import Fault, FaultKind, Moment
+from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.nodes.shared_ledger import LEDGER
 from simulator.fleet.nodes.shared_redis import REDIS
@@ -25,13 +25,13 @@ _DRAIN_S: Final = 5.0
 _POOL_TURN_S: Final = 1.6
 
 
-class Strikes(GrantListener):
+class FaultSchedule(GrantListener):
     """A plan of a run: each fault of a schedule strikes and heals in its turn; all have healed at the end.
 
     ``struck`` counts what was carried out, by kind.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, patience_s: float = 1.0) -> None:
+    def __init__(self, faults: Sequence[InjectedFault], *, patience_s: float = 1.0) -> None:
         self._faults = faults
         self._patience_s = patience_s
         self._waiting: list[tuple[Moment, asyncio.Future[str]]] = []
@@ -45,7 +45,7 @@ class Strikes(GrantListener):
             for fault in self._faults:
                 group.create_task(self._carry_out(fault))
 
-    async def _carry_out(self, fault: Fault) -> None:
+    async def _carry_out(self, fault: InjectedFault) -> None:
         fleet = self._fleet
         await fleet.wait(fault.at_s)
         worker = None
@@ -87,7 +87,7 @@ class Strikes(GrantListener):
 
     # --- the faults --------------------------------------------------------------------------------
 
-    def _strike(self, fault: Fault, worker: str | None) -> Callable[[], None] | None:
+    def _strike(self, fault: InjectedFault, worker: str | None) -> Callable[[], None] | None:
         """Let it happen now; return what heals it, None when there is nothing left that it may strike."""
         match fault.kind:
             case (
@@ -129,7 +129,7 @@ class Strikes(GrantListener):
             case FaultKind.CLOCK_JUMP:
                 return self._jump(self._target(fault, worker), fault.amount)
 
-    def _target(self, fault: Fault, worker: str | None) -> str | None:
+    def _target(self, fault: InjectedFault, worker: str | None) -> str | None:
         """Return a process that runs and that the kind may strike."""
         fleet = self._fleet
         if worker is not None and fault.kind is not FaultKind.WORKER_FLAP:
@@ -264,7 +264,7 @@ class Strikes(GrantListener):
         network.cut(name, STORE)
         return lambda: network.heal(name, STORE)
 
-    def _disturb(self, fault: Fault, worker: str | None) -> Callable[[], None] | None:
+    def _disturb(self, fault: InjectedFault, worker: str | None) -> Callable[[], None] | None:
         """Disturb the network between a process and one that it talks with."""
         fleet, network = self._fleet, self._fleet.network
         name = self._target(fault, worker)

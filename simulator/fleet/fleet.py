@@ -14,12 +14,12 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from simulator.fleet.assembly import Parts, SimFleet
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
-from simulator.fleet.grant_watch import Trace
+from simulator.fleet.grant_watch import EventTrace
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import leftovers
-from simulator.invariants.invariant import Instants, Invariant, Looks, Sampling
+from simulator.invariants.invariant import Instants, Invariant, InvariantSampling, Looks
 from simulator.kernel.loop import VirtualTimeLoop
 
 __all__ = [
@@ -47,8 +47,8 @@ class RunReport:
     requests: int
     simulated_s: float
     outcomes: dict[str, int]
-    rows: dict[str, int]  # of fixed-cost models, by outcome
-    rows_p95_s: dict[str, float]  # of their answered requests, by tenant
+    rows: dict[str, int]  # rows of fixed-cost models, by outcome
+    rows_p95_s: dict[str, float]  # 95th percentile of their answered requests, by tenant
     violations: tuple[str, ...]
     trace_digest: str
     events: int
@@ -61,7 +61,7 @@ def simulate(
     plans: Sequence[Plan] = (),
     invariants: Sequence[Invariant] = (),
     looks: Looks = Looks.SAMPLES,
-    on_record: Callable[[Record], None] = lambda _: None,
+    on_record: Callable[[RequestRecord], None] = lambda _: None,
     parts: Parts | None = None,
     show: Callable[[str], None] | None = None,
 ) -> RunReport:
@@ -74,12 +74,12 @@ def simulate(
     """
     outcomes: Counter[str] = Counter()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         outcomes[record.outcome] += 1
         on_record(record)
 
     with _no_logs(), VirtualTimeLoop() as loop:
-        trace = Trace(lambda: loop.now_s, show)
+        trace = EventTrace(lambda: loop.now_s, show)
         run = _Run(plans, invariants, looks, parts, ended, trace)
         fleet = loop.run_until_complete(_run(spec, loop, load, run))
         return RunReport(
@@ -101,8 +101,8 @@ class _Run:
     invariants: Sequence[Invariant]
     looks: Looks
     parts: Parts | None
-    ended: Callable[[Record], None]
-    trace: Trace
+    ended: Callable[[RequestRecord], None]
+    trace: EventTrace
 
 
 async def _run(
@@ -115,7 +115,7 @@ async def _run(
     Instants(fleet, run.invariants, run.looks)
     async with TaskGroup() as group:
         plans = [group.create_task(plan.run(fleet)) for plan in run.plans]
-        sampling = group.create_task(Sampling(run.invariants).run(fleet))
+        sampling = group.create_task(InvariantSampling(run.invariants).run(fleet))
         await fleet.send(load)
         if run.invariants:
             await asyncio.wait(plans or [sampling], timeout=PLANS_S)

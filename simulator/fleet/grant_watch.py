@@ -22,7 +22,7 @@ from services.scheduler.term import Term
 from simulator.engine.poison import Poison
 
 
-class Trace:
+class EventTrace:
     """Two runs with the same digest recorded the same events at the same times."""
 
     def __init__(self, now_s: Callable[[], float], show: Callable[[str], None] | None = None) -> None:
@@ -45,7 +45,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Produced:
+class ComputedTokens:
     """Tokens that a worker computed for a tenant: ``cached`` of those of prompts came from the cache."""
 
     prompt: int = 0
@@ -74,7 +74,7 @@ class GrantListener:
     def started(self, worker_id: str, spec: StartSpec) -> None:
         """The worker has just admitted a sequence."""
 
-    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
         """The worker has just charged a tenant for what it computed."""
 
     def ended(self, worker_id: str, usage: SequenceUsage) -> None:
@@ -127,7 +127,7 @@ class GrantWatch(GrantListener):
         for listener in self.listeners:
             listener.started(worker_id, spec)
 
-    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
         for listener in self.listeners:
             listener.produced(worker_id, tenant, priority, work)
 

@@ -22,7 +22,7 @@ LEADER_KEY: Final = leader_key("controlplane")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class AppliedWrite:
     """A transaction that the store applied. ``leader``: who led the control plane at that moment, if any."""
 
     writer: str
@@ -35,7 +35,7 @@ class Written:
 class RolloutListener:
     """Called where it happens; must not block, raise or change anything."""
 
-    def written(self, written: Written) -> None:
+    def written(self, written: AppliedWrite) -> None:
         """A control plane or an operator has just written."""
 
     def resolved(self, gateway: str, caller: SplitCaller, route: Route) -> None:
@@ -48,7 +48,7 @@ class RolloutWatch(RolloutListener):
     def __init__(self) -> None:
         self.listeners: list[RolloutListener] = []
 
-    def written(self, written: Written) -> None:
+    def written(self, written: AppliedWrite) -> None:
         for listener in self.listeners:
             listener.written(written)
 
@@ -78,7 +78,9 @@ class SignedStore(SimStore):
         if isinstance(done, Committed):
             leader = None if entry is None else load(entry.value, Leader)
             writer = self._writer
-            self._watch.written(Written(writer.name, writer.life, leader, tuple(operations), done.revision))
+            self._watch.written(
+                AppliedWrite(writer.name, writer.life, leader, tuple(operations), done.revision)
+            )
         return done
 
 

@@ -16,7 +16,7 @@ from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.pool import QueueLimits
 from services.scheduler.term import TermSettings
-from simulator.fleet.chaos import CHAOS_FAULTS, Fault, FaultKind, draw_faults
+from simulator.fleet.chaos import CHAOS_FAULTS, FaultKind, InjectedFault, draw_faults
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 
@@ -71,7 +71,7 @@ def saturated_spec(seed: int, *, workers: int) -> FleetSpec:
     )
 
 
-def saturated_faults(seed: int, *, duration_s: float) -> tuple[Fault, ...]:
+def saturated_faults(seed: int, *, duration_s: float) -> tuple[InjectedFault, ...]:
     """Return up to two faults; none in a third of the seeds."""
     rng = Random(f"saturated faults {seed}")
     drawn = draw_faults(rng, duration_s=duration_s, count=len(CHAOS_FAULTS))

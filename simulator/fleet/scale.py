@@ -12,7 +12,7 @@ from typing import Final
 
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.seeds import wall_s
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
@@ -25,7 +25,7 @@ _SETTLED_KEEP_S: Final = 20.0  # Redis would keep ten minutes of settlements, wh
 _REQUESTS_PER_WORKER_S: Final = 4.0
 _TELL_EVERY: Final = 10_000
 _QUARTERS: Final = (25, 50, 75, 100)  # % of the requests
-_MAX_GROWTH_RATIO: Final = 1.25  # of what the process holds, over the second half of the requests
+_MAX_GROWTH_RATIO: Final = 1.25  # most growth of the process's memory over the second half of the requests
 _STATM: Final = Path("/proc/self/statm")
 
 
@@ -35,17 +35,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began_s = wall_s()
-    ended = _Ended(asked.requests)
+    ended = _EndCounter(options.requests)
     report = simulate(
-        scale_spec(asked.workers, asked.seed),
-        scale_load(asked.requests, workers=asked.workers, seed=asked.seed),
+        scale_spec(options.workers, options.seed),
+        scale_load(options.requests, workers=options.workers, seed=options.seed),
         on_record=ended.take,
     )
     result = {
         "requests": report.requests,
-        "workers": asked.workers,
+        "workers": options.workers,
         "wall_s": round(wall_s() - began_s, 1),
         "cpu_s": round(cpu_s(), 1),
         "cpu_ms_per_request": round(1e3 * ended.cpu_s_per_request, 3),
@@ -96,7 +96,7 @@ def scale_load(requests: int, *, workers: int, seed: int) -> Iterator[SimRequest
         )
 
 
-class _Ended:
+class _EndCounter:
     """Reports progress periodically, and records what the run held at each quarter of the requests.
 
     ``cpu_s_per_request`` leaves out the start of the fleet: it counts from the first end to the last.
@@ -112,7 +112,7 @@ class _Ended:
     def cpu_s_per_request(self) -> float:
         return (self._last_cpu_s - self._first_cpu_s) / max(1, self._count)
 
-    def take(self, record: Record) -> None:
+    def take(self, record: RequestRecord) -> None:
         self._count += 1
         if self._count == 1:
             self._first_cpu_s = self._last_cpu_s = cpu_s()
@@ -121,8 +121,8 @@ class _Ended:
             self.rss_mib_at_percent[percent] = rss_mib()
             self._last_cpu_s = cpu_s()
         if self._count % _TELL_EVERY == 0:
-            told = f"{self._count} requests, {record.ended_s:.1f} s, {cpu_s():.0f} s of CPU, {rss_mib()} MiB"
-            print(told, flush=True)
+            line = f"{self._count} requests, {record.ended_s:.1f} s, {cpu_s():.0f} s of CPU, {rss_mib()} MiB"
+            print(line, flush=True)
 
 
 def rss_mib() -> int:

@@ -23,16 +23,16 @@ from simulator.fleet.assembly import Parts
 from simulator.fleet.chaos import (
     DURATION_S,
     REQUESTS,
-    Fault,
+    InjectedFault,
     chaos_faults,
     chaos_load,
     chaos_rows,
     chaos_spec,
     has_rows,
 )
-from simulator.fleet.clients.client import Record, SimRequest
+from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.saturated import (
     is_saturated,
@@ -42,7 +42,7 @@ from simulator.fleet.saturated import (
 )
 from simulator.fleet.spec import FleetSpec
 from simulator.invariants.balance import Balance, Bounds
-from simulator.invariants.fairness import Fairness
+from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.invariant import Invariant, Looks
 from simulator.invariants.poisons import Poisons
@@ -84,7 +84,7 @@ class Total:
     reached: Counter[str] = field(default_factory=Counter)
     violations: dict[int, tuple[str, ...]] = field(default_factory=dict)
     compared: int = 0
-    widest: dict[int, float] = field(default_factory=dict)  # of each fairness seed
+    widest: dict[int, float] = field(default_factory=dict)  # widest gap of each fairness seed
 
     def add(self, result: SeedResult) -> None:
         self.seeds += 1
@@ -111,14 +111,14 @@ def run_seed(
 ) -> SeedResult:
     """Return what became of one seed. Same arguments, same result, trace and all."""
     spec, load, faults = _seed(seed, workers, requests)
-    strikes = Strikes(faults)
-    fencing, fairness, poisons = Fencing(), Fairness(predictable=True), Poisons()
+    strikes = FaultSchedule(faults)
+    fencing, fairness, poisons = Fencing(), FairnessInvariant(predictable=True), Poisons()
     invariants: list[Invariant] = [Balance(), Bounds(), fencing, Shedding(), poisons, Slots()]
     if is_saturated(seed):
         invariants.append(fairness)
     reached: Counter[str] = Counter()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         poisons.closed(record)
         reached["resumed"] += record.finished and record.resumes > 0
         reached["asked again"] += record.finished and record.attempts > record.refusals + 1
@@ -143,7 +143,7 @@ def run_seed(
 
 def _seed(
     seed: int, workers: int, requests: int
-) -> tuple[FleetSpec, Iterator[SimRequest | SimRows], tuple[Fault, ...]]:
+) -> tuple[FleetSpec, Iterator[SimRequest | SimRows], tuple[InjectedFault, ...]]:
     """Return the fleet of a seed, its load and its faults."""
     if is_saturated(seed):
         faults = saturated_faults(seed, duration_s=DURATION_S)
@@ -155,18 +155,18 @@ def _seed(
 
 
 def run_seeds(
-    seeds: Iterable[int], *, workers: int, requests: int, processes: int, tell: Callable[[SeedResult], None]
+    seeds: Iterable[int], *, workers: int, requests: int, processes: int, show: Callable[[SeedResult], None]
 ) -> Total:
     """Return all seeds together; The callback receives each as it ends."""
     total = Total()
     work = partial(run_seed, workers=workers, requests=requests)
     if processes <= 1:
         for seed in seeds:
-            _take(work(seed), total, tell)
+            _take(work(seed), total, show)
         return total
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for result in pool.map(work, seeds):
-            _take(result, total, tell)
+            _take(result, total, show)
     return total
 
 
@@ -175,9 +175,9 @@ def wall_s() -> float:
     return time.monotonic()
 
 
-def _take(result: SeedResult, total: Total, tell: Callable[[SeedResult], None]) -> None:
+def _take(result: SeedResult, total: Total, show: Callable[[SeedResult], None]) -> None:
     total.add(result)
-    tell(result)
+    show(result)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -192,16 +192,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS, help="per seed")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
-    asked = parser.parse_args(arguments)
-    if asked.seed is not None:
-        return _replay(asked.seed, asked.workers, asked.requests, trace=asked.trace)
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        return _replay(options.seed, options.workers, options.requests, trace=options.trace)
     began_s = wall_s()
     total = run_seeds(
-        range(asked.first, asked.first + asked.seeds),
-        workers=asked.workers,
-        requests=asked.requests,
-        processes=asked.processes,
-        tell=_tell,
+        range(options.first, options.first + options.seeds),
+        workers=options.workers,
+        requests=options.requests,
+        processes=options.processes,
+        show=_show,
     )
     print(f"outcomes: {_counts(total.outcomes)}")
     print(f"rows:     {_counts(total.rows)}")
@@ -233,7 +233,7 @@ def _replay(seed: int, workers: int, requests: int, *, trace: bool) -> int:
     return 1 if result.violations else 0
 
 
-def _tell(result: SeedResult) -> None:
+def _show(result: SeedResult) -> None:
     for violation in result.violations:
         print(f"seed {result.report.seed}: {violation}", flush=True)
 

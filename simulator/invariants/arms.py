@@ -13,7 +13,7 @@ from services.gateway.catalog import Route
 from services.gateway.events import Accepted
 from services.gateway.splits import MAX_AGE_S
 from simulator.fleet.assembly import STORE, SimFleet
-from simulator.fleet.clients.client import Record, request_number
+from simulator.fleet.clients.client import RequestRecord, request_number
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.rollout_watch import RolloutListener
 from simulator.invariants.invariant import Invariant
@@ -121,7 +121,7 @@ class Arms(RolloutListener, GrantListener, Invariant):
 
     # --- requests -----------------------------------------------------------------------------------
 
-    def accepted(self, record: Record, accepted: Accepted) -> None:
+    def accepted(self, record: RequestRecord, accepted: Accepted) -> None:
         history, digest = self._history, accepted.version_digest
         before = self._requests.get(record.number)
         found = _Request(accepted.request_id, digest)
@@ -160,7 +160,7 @@ class Arms(RolloutListener, GrantListener, Invariant):
         if aborted and self._is_late(STORE, _PLANE, worker_id):
             self._add(LATE, f"{worker_id} started request {number} on the aborted version")
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """A client's request ended."""
         request = self._requests.pop(record.number, None)
         if record.finished and (request is None or request.started not in ("", request.accepted)):

@@ -21,7 +21,7 @@ from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.clients.client import said_tokens
-from simulator.fleet.grant_watch import GrantListener, Produced
+from simulator.fleet.grant_watch import ComputedTokens, GrantListener
 from simulator.invariants.fairness_bound import granted_bound, service_bound
 from simulator.invariants.invariant import Invariant
 
@@ -103,7 +103,7 @@ class _Class:
     pairs: dict[tuple[str, str], _Pair] = field(default_factory=dict)
 
 
-class Fairness(GrantListener, Invariant):
+class FairnessInvariant(GrantListener, Invariant):
     """``compared`` counts comparisons; ``widest`` is the largest difference seen, over its bound."""
 
     def __init__(self, *, predictable: bool = False) -> None:
@@ -151,7 +151,7 @@ class Fairness(GrantListener, Invariant):
         """Count it with what the client allows, until its start reports its cost."""
         request = spec.request_id, spec.choice
         tenant = self._classes[spec.priority].tenants[spec.tenant_id]
-        if request in self._flights:  # which came to nothing, or was broken off
+        if request in self._flights:  # The earlier flight came to nothing, or was broken off.
             earlier = self._flights.pop(request)
             earlier.costs(0.0)
             earlier.land()
@@ -174,7 +174,7 @@ class Fairness(GrantListener, Invariant):
         most = min(said_tokens(generation.sampling.seed), generation.limits.max_tokens)
         self._set_cost(flight, _WEIGHTS.cost(spec.prefill_tokens, most - flight.produced))
 
-    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
         found = self._classes[priority].tenants[tenant]
         cost = _WEIGHTS.cost(work.prompt, work.output, cached_tokens=work.cached)
         found.produced += cost / found.weight

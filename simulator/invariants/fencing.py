@@ -38,7 +38,7 @@ class Fencing(GrantListener, Invariant):
             for what, is_so in (
                 ("does not take requests", not held.ready),
                 ("drains", held.draining),
-                ("is silent or honours another leader", not held.heard),
+                ("is silent or honours another leader", not held.reporting),
                 ("is ejected", self._fleet.grants.was_ejected),
                 ("is excluded by the request", worker_id in spec.excluded_workers),
                 ("is granted more than it has", held.kv_tokens_room < 0),

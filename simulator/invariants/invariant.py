@@ -12,7 +12,7 @@ from services.core.fleet import SequenceUsage
 from services.core.generation import PlaceSpec, StartSpec
 from services.core.records import Priority
 from services.scheduler.term import Term
-from simulator.fleet.grant_watch import GrantListener, Produced
+from simulator.fleet.grant_watch import ComputedTokens, GrantListener
 
 MAX_KEPT: Final = 50
 
@@ -78,7 +78,7 @@ class Invariant:
         """Check a fleet in which nothing runs or waits."""
 
 
-class Sampling:
+class InvariantSampling:
     """A plan of a run: samples every invariant again and again."""
 
     def __init__(self, invariants: Sequence[Invariant], *, every_s: float = SAMPLE_S) -> None:
@@ -133,7 +133,7 @@ class Instants(GrantListener):
     def started(self, worker_id: str, spec: StartSpec) -> None:
         self._touched[worker_id] = None
 
-    def produced(self, worker_id: str, tenant: str, priority: Priority, work: Produced) -> None:
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
         self._touched[worker_id] = None
 
     def ended(self, worker_id: str, usage: SequenceUsage) -> None:

@@ -8,16 +8,17 @@ from typing import Final
 from services.core.errors import PoisonedInput
 from simulator.engine.poison import Poison
 from simulator.fleet.assembly import SimFleet
-from simulator.fleet.clients.client import Record
+from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.grant_watch import GrantListener
 from simulator.invariants.invariant import Invariant
 
 CONDEMNED: Final = "innocent-condemned"
 DEATHS: Final = "poison-deaths"
 AGAIN: Final = "condemned-runs"
-_KNOWN_S: Final = 5.0  # until every gateway has the entry
-# Engines that one attempt of one request ends. In shared steps: two by kills or hangs, else one. Alone: three
-# by kills or hangs, else two. One more where other kills made evidence void.
+_KNOWN_S: Final = 5.0  # time until every gateway has the entry
+# Engines that one attempt of one request ends. In shared steps it is two by kills or hangs, else one; in
+# steps of its own three by kills or hangs, else two. One more is possible where other kills made evidence
+# void.
 MAX_DEATHS: Final = 6
 
 
@@ -45,7 +46,7 @@ class Poisons(GrantListener, Invariant):
         if self._calm and known_s is not None and self._fleet.loop.now_s > known_s + _KNOWN_S:
             self._fleet.violations.add(AGAIN, f"{poison} ended an engine of {worker_id}")
 
-    def closed(self, record: Record) -> None:
+    def closed(self, record: RequestRecord) -> None:
         """Judge the end of a request."""
         poison, is_condemned = record.request.poison, record.outcome == PoisonedInput.reason
         if poison is None:

@@ -11,7 +11,7 @@ from services.core.records import DEPLOYMENTS, EVENTS, ROLLOUTS, Deployment, loa
 from services.core.rollouts.routes import ROUTES, WHOLE_BP, ModelRoute
 from services.ports.store import Delete, Operation, Put
 from simulator.fleet.assembly import SimFleet
-from simulator.fleet.rollout_watch import LEADER_KEY, RolloutListener, Written
+from simulator.fleet.rollout_watch import LEADER_KEY, AppliedWrite, RolloutListener
 from simulator.fleet.spec import MODEL
 from simulator.invariants.invariant import Invariant
 
@@ -51,7 +51,7 @@ class SplitHistory(RolloutListener, Invariant):
         self._fleet = fleet
         fleet.routes.listeners.append(self)
 
-    def written(self, written: Written) -> None:
+    def written(self, written: AppliedWrite) -> None:
         keys = [one.key for one in written.operations]
         if LEADER_KEY in keys or all(key.startswith(EVENTS) for key in keys):
             return
@@ -82,7 +82,7 @@ class SplitHistory(RolloutListener, Invariant):
             elif one.key == DEPLOYMENTS + MODEL and isinstance(one, Put):
                 self._digest = load(one.value, Deployment).version_digest
 
-    def _check_writer(self, written: Written) -> None:
+    def _check_writer(self, written: AppliedWrite) -> None:
         """A control plane writes only while the store has its leader key."""
         leader, life = written.leader, f"{written.writer}/{written.life}"
         if written.writer in self._fleet.planes and (leader is None or leader.leader_id != life):

@@ -44,7 +44,7 @@ class Roads(Protocol):
     def holds(self, pipe: Pipe) -> bool:
         """Whether the way is cut; ``flush`` notifies the pipe when it is whole again."""
 
-    def forget(self, end: Connection) -> None:
+    def forget(self, end: SimConnection) -> None:
         """The end is over."""
 
 
@@ -67,8 +67,8 @@ class Pipe:
         self._roads = roads
         self.source = source
         self.target = target
-        self.context = context  # of who receives
-        self.end: Connection | None = None  # where it arrives
+        self.context = context  # context of the receiver
+        self.end: SimConnection | None = None  # connection at which it arrives
         self.vanished = False
         self._last_s = 0.0
         self._under_way: deque[tuple[float, Any]] = deque()
@@ -108,7 +108,7 @@ class Pipe:
             self._roads.loop.at(under_way[0][0], self._arrive, context=self.context)
 
 
-class _End:
+class _PipeClosed:
     """The last message of a pipe."""
 
     __slots__ = ("error", "text")
@@ -118,12 +118,12 @@ class _End:
         self.error = error
 
 
-class Opened:
+class ConnectionOpened:
     """The first message of the way back: the task that waits for the connection has it now."""
 
     __slots__ = ("_answer", "_end")
 
-    def __init__(self, answer: asyncio.Future[Connection], end: Connection) -> None:
+    def __init__(self, answer: asyncio.Future[SimConnection], end: SimConnection) -> None:
         self._answer = answer
         self._end = end
 
@@ -141,7 +141,7 @@ class _Room:
 _ROOM: Final = _Room()
 
 
-class Connection:
+class SimConnection:
     """One end. Owned by one process; ``receive`` is for one task, or ``on_message`` is set, never both.
 
     ``on_message`` and ``on_broken`` are called inside the process, for what arrives after they were set.
@@ -163,7 +163,7 @@ class Connection:
         self._read = 0  # messages of the peer that we read and did not acknowledge
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = 0.0
-        self._patience_s = 0.0  # by our process's clock
+        self._patience_s = 0.0  # its patience by our process's clock
         self._was_silent = False
 
     @property
@@ -230,7 +230,7 @@ class Connection:
     def close(self, error: Exception | None = None) -> None:
         """The peer receives what was sent, then Broken with that error. Idempotent."""
         if self._over is None:
-            self.outgoing.carry(_End(f"{self.process.name} closed the connection", error))
+            self.outgoing.carry(_PipeClosed(f"{self.process.name} closed the connection", error))
             self._finish(Broken("the connection was closed on this side"))
             self._inbox.clear()
 
@@ -243,9 +243,9 @@ class Connection:
         if message is _ROOM:
             self._ahead -= WINDOW // 2
             self._wake_writers()
-        elif type(message) is _End:
+        elif type(message) is _PipeClosed:
             self._finish(Broken(message.text, message.error))
-        elif type(message) is Opened:
+        elif type(message) is ConnectionOpened:
             message.settle()
         elif self.on_message is not None:
             self._count_read()
@@ -258,8 +258,8 @@ class Connection:
     def break_off(self, text: str) -> None:
         """Break the connection: both ends observe it, this one at once."""
         if self._over is None:
-            self.outgoing.carry(_End(text, None))
-            self.process.call_soon(self.arrived, _End(text, None))
+            self.outgoing.carry(_PipeClosed(text, None))
+            self.process.call_soon(self.arrived, _PipeClosed(text, None))
 
     def lost(self, text: str, *, silent: bool) -> None:
         """The process is dead; its peer observes it unless the machine died too."""
@@ -267,7 +267,7 @@ class Connection:
             if silent:
                 self.outgoing.vanish()
             else:
-                self.outgoing.carry(_End(text, None))
+                self.outgoing.carry(_PipeClosed(text, None))
             self._over = Broken(text)
 
     # --- inside -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Owner:
         self.rate = rate
         self.stopped = False
         self.dead = False
-        self.parked: deque[Handle | Timer] = deque()
+        self.parked: deque[ReadyCallback | Timer] = deque()
 
     def local_s(self, now_s: float) -> float:
         """Return what the owner's clock shows at an instant of the loop."""
@@ -42,7 +42,7 @@ class Owner:
 OWNER: Final[ContextVar[Owner | None]] = ContextVar("owner", default=None)
 
 
-class Handle(asyncio.Handle):
+class ReadyCallback(asyncio.Handle):
     """A callback that is ready. Asyncio's slots, without what only its debug mode needs."""
 
     __slots__ = ()
@@ -70,7 +70,7 @@ class Handle(asyncio.Handle):
 class Timer(asyncio.TimerHandle):
     """A callback that is due at ``_when``, an instant of the loop."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_on_cancel",)
 
     _callback: Callable[..., object]
     _args: Sequence[Any]
@@ -85,7 +85,7 @@ class Timer(asyncio.TimerHandle):
         callback: Callable[..., object],
         args: Sequence[Any],
         context: Context,
-        told: Callable[[], None],
+        on_cancel: Callable[[], None],
     ) -> None:
         """Calls back when it is cancelled while it is scheduled."""
         self._when = when_s
@@ -94,7 +94,7 @@ class Timer(asyncio.TimerHandle):
         self._context = context
         self._cancelled = False
         self._scheduled = True
-        self._told = told
+        self._on_cancel = on_cancel
 
     def __repr__(self) -> str:
         return f"<Timer {self._callback!r} at {self._when:g}>"
@@ -105,7 +105,7 @@ class Timer(asyncio.TimerHandle):
             self._callback = _nothing
             self._args = ()
             if self._scheduled:
-                self._told()
+                self._on_cancel()
 
 
 def _nothing() -> None:

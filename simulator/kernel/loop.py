@@ -25,7 +25,7 @@ from heapq import heapify, heappop, heappush
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
-from simulator.kernel.handles import OWNER, Future, Handle, Owner, Task, Timer
+from simulator.kernel.handles import OWNER, Future, Owner, ReadyCallback, Task, Timer
 from simulator.kernel.outside import InsideLoop, OutsideWorld, SimulationError
 
 __all__ = [
@@ -78,7 +78,7 @@ class VirtualTimeLoop(InsideLoop):
         self.after_instant: Callable[[], None] | None = None
         self.now_s = 0.0
         self.callbacks = 0
-        self._ready: deque[Handle | Timer] = deque()
+        self._ready: deque[ReadyCallback | Timer] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._cancelled_timers = 0
         self._timer_number = 0
@@ -117,8 +117,8 @@ class VirtualTimeLoop(InsideLoop):
             raise RuntimeError("an event loop is running already")
         hooks = sys.get_asyncgen_hooks()
         collected = gc.isenabled()
-        gc.collect()  # what is garbage by now is finalised before the run, and not at some event of it
-        gc.freeze()  # and stays so: no collection of this or a later run walks what was there before
+        gc.collect()  # Garbage of before is finalised now, and not at some event of the run.
+        gc.freeze()  # No collection of this or a later run walks the objects that exist now.
         gc.disable()
         sys.set_asyncgen_hooks(firstiter=self._generator_began, finalizer=self._generator_dropped)
         self._running = True
@@ -238,8 +238,8 @@ class VirtualTimeLoop(InsideLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Handle:
-        handle = Handle(callback, args, context if context is not None else copy_context())
+    ) -> ReadyCallback:
+        handle = ReadyCallback(callback, args, context if context is not None else copy_context())
         if not self._closed:  # what a coroutine that is dropped at the end still requests
             self._ready.append(handle)
         return handle
@@ -279,7 +279,7 @@ class VirtualTimeLoop(InsideLoop):
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> Handle:
+    ) -> ReadyCallback:
         return self.call_soon(callback, *args, context=context)
 
     def time(self) -> float:
@@ -339,7 +339,7 @@ class VirtualTimeLoop(InsideLoop):
                     entry[2]._scheduled = False
                 else:
                     kept.append(entry)
-            self._timers[:] = kept  # in place: the turn that runs holds it
+            self._timers[:] = kept  # The list is changed in place, because the turn that runs holds it.
             heapify(self._timers)
             self._cancelled_timers = 0
 
@@ -378,7 +378,8 @@ class VirtualTimeLoop(InsideLoop):
         tasks = sorted(self.tasks(), key=lambda task: task.number)
         running, hook = events._get_running_loop(), sys.unraisablehook
         events._set_running_loop(self)  # a finaliser that starts a task gets the loop first
-        sys.unraisablehook = _ignore  # for coroutines that wait in their cleanup, as a task group does
+        # Coroutines that wait in their cleanup, as a task group does, must not be reported.
+        sys.unraisablehook = _ignore
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, TypeVar
 
-from simulator.kernel.connection import Broken, Connection, Opened, Pipe, Silent
+from simulator.kernel.connection import Broken, ConnectionOpened, Pipe, Silent, SimConnection
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.process import Process
 
-__all__ = ["Broken", "Connection", "Latency", "Network", "Silent", "Unreachable"]
+__all__ = ["Broken", "Latency", "Network", "Silent", "SimConnection", "Unreachable"]
 
 T = TypeVar("T")
 
@@ -46,10 +46,10 @@ class Latency:
 @dataclass(slots=True)
 class _Listener:
     process: Process
-    accept: Callable[[Connection], None]
+    accept: Callable[[SimConnection], None]
     context: Context
     answers: Any
-    gone: bool = False  # with its machine: no refusal is sent
+    gone: bool = False  # it vanished with its machine, so no refusal is sent
 
 
 class Network:
@@ -62,7 +62,7 @@ class Network:
         self._latencies: dict[tuple[str, str], Latency] = {}
         self._listeners: dict[str, _Listener] = {}
         self._cuts: dict[tuple[str, str], dict[Pipe, None]] = {}
-        self._ends: dict[str, dict[int, Connection]] = {}  # by process name, those that are not over
+        self._ends: dict[str, dict[int, SimConnection]] = {}  # open connections by process name
         self._watched: dict[Process, None] = {}
         self._connections = 0
 
@@ -72,7 +72,7 @@ class Network:
         self,
         process: Process,
         address: str,
-        accept: Callable[[Connection], None],
+        accept: Callable[[SimConnection], None],
         *,
         answers: object = None,
     ) -> None:
@@ -85,9 +85,9 @@ class Network:
         self._listeners[address] = _Listener(process, accept, process.context(), answers)
         self._watch(process)
 
-    async def connect(self, process: Process, address: str, *, within_s: float) -> Connection:
+    async def connect(self, process: Process, address: str, *, within_s: float) -> SimConnection:
         """Return this process's end of a new connection. Raises Unreachable."""
-        answer: asyncio.Future[Connection] = self.loop.create_future()
+        answer: asyncio.Future[SimConnection] = self.loop.create_future()
         self._watch(process)
         if self._road_open(process.name, address):
             reach_s = self.loop.now_s + self.delay_s(process.name, self._host(address))
@@ -188,7 +188,7 @@ class Network:
         held[pipe] = None
         return True
 
-    def forget(self, end: Connection) -> None:
+    def forget(self, end: SimConnection) -> None:
         self._ends.get(end.process.name, {}).pop(end.number, None)
 
     # --- inside -----------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Network:
     def _road_open(self, name: str, address: str) -> bool:
         return (name, self._host(address)) not in self._cuts
 
-    def _knock(self, process: Process, address: str, answer: asyncio.Future[Connection]) -> None:
+    def _knock(self, process: Process, address: str, answer: asyncio.Future[SimConnection]) -> None:
         """A connection request reaches the machine, which refuses it without a listener."""
         listener = self._listeners.get(address)
         if listener is None or listener.process.dead:
@@ -209,18 +209,18 @@ class Network:
             return
         self.loop.call_soon(self._accept, listener, process, answer, context=listener.context)
 
-    def _accept(self, listener: _Listener, process: Process, answer: asyncio.Future[Connection]) -> None:
+    def _accept(self, listener: _Listener, process: Process, answer: asyncio.Future[SimConnection]) -> None:
         host = listener.process
         there = Pipe(self, process.name, host.name, listener.context.copy())
         back = Pipe(self, host.name, process.name, process.context())
         near, far = self._end(process, host.name, there), self._end(host, process.name, back)
         there.end, back.end = far, near
-        back.carry(Opened(answer, near))
+        back.carry(ConnectionOpened(answer, near))
         listener.accept(far)
 
-    def _end(self, process: Process, peer: str, outgoing: Pipe) -> Connection:
+    def _end(self, process: Process, peer: str, outgoing: Pipe) -> SimConnection:
         self._connections += 1
-        end = Connection(self, self._connections, process, peer, outgoing)
+        end = SimConnection(self, self._connections, process, peer, outgoing)
         if process.dead:
             end.lost(f"{process.name} ended", silent=False)
         else:
@@ -291,7 +291,7 @@ class Network:
         for end in self._ends.pop(process.name, {}).values():
             end.lost(f"{process.name} ended", silent=silent)
 
-    def _between(self, source: str, target: str) -> list[Connection]:
+    def _between(self, source: str, target: str) -> list[SimConnection]:
         return [end for end in self._ends.get(source, {}).values() if end.peer == target]
 
 

@@ -13,16 +13,16 @@ from simulator.lab.load import replay
 from simulator.lab.load.load import of_trace
 from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
 from simulator.lab.report.measure import Slo
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
-from simulator.lab.scenario import Options, Scenario, ScenarioError
+from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
 from simulator.lab.scenarios import faults, loads
 
 WORKERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecordedTrace:
     """A recorded trace to be replayed."""
 
     file: str
@@ -31,15 +31,17 @@ class Trace:
     rows: int
     # Factor of the lengths.
     length_ratio: float
-    # Of what the fleet could serve without a cache.
+    # load as a share of what the fleet can serve without a cache
     load_ratio: float
     slo: Slo
     synthetic: Callable[[int], Iterator[TraceRow]]
 
 
 TRACES: Final = {
-    "azure": Trace("azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), replay.azure_like),
-    "mooncake": Trace(
+    "azure": RecordedTrace(
+        "azure_llm_2023_conv.csv", "a10", 600, 1.0, 0.78, Slo(2.0, 0.1), replay.azure_like
+    ),
+    "mooncake": RecordedTrace(
         "mooncake_conversation.jsonl", "a100", 1200, 0.25, 0.95, Slo(1.0, 0.1), replay.mooncake_like
     ),
 }
@@ -81,7 +83,7 @@ class Figures:
     cached_ratio: float
     refused_ratio: float
     jain: float
-    # Of all tenants besides the whale together.
+    # 95th percentile over all tenants but the whale
     minnow_ttft_p95_s: float = 0.0
     # Infinite if the slow worker is never found, so that a median over seeds counts that as worst.
     found_after_s: float = 0.0
@@ -108,7 +110,7 @@ def scenario_of(case: Case) -> Scenario:
     return replace(scenario, fleet=replace(scenario.fleet, term=policy.settings()))
 
 
-def figures(report: Report, case: Case) -> Figures:
+def figures(report: LabReport, case: Case) -> Figures:
     total, length_s = report.total, report.header.duration_s - report.header.warm_up_s
     from_s, to_s = report.header.warm_up_s, report.header.duration_s
     tokens = [amount for at_s, amount in report.series.tokens_per_s if from_s <= at_s < to_s]
@@ -121,7 +123,7 @@ def figures(report: Report, case: Case) -> Figures:
         itl_p95_s=total.itl_s.p95 or 0.0,
         good_per_s=total.good_per_s,
         good_ratio=total.good / total.sent if total.sent else 0.0,
-        asked_tokens_per_s=_asked(total.output_tokens, total.finished, total.sent, length_s),
+        asked_tokens_per_s=_requested(total.output_tokens, total.finished, total.sent, length_s),
         tokens_per_s=sum(tokens) / len(tokens) if tokens and length_s else 0.0,
         cached_ratio=report.cache_hit_ratio,
         refused_ratio=1 - total.finished / total.sent if total.sent else 0.0,
@@ -132,7 +134,7 @@ def figures(report: Report, case: Case) -> Figures:
     )
 
 
-def _asked(output_tokens: int, finished: int, sent: int, length_s: float) -> float:
+def _requested(output_tokens: int, finished: int, sent: int, length_s: float) -> float:
     return output_tokens / finished * sent / length_s if finished and length_s else 0.0
 
 
@@ -140,8 +142,8 @@ def _or_never(value: float | None) -> float:
     return float("inf") if value is None else value
 
 
-def _of_trace(case: Case, trace: Trace) -> Scenario:
-    options = Options(workers=WORKERS, seed=case.seed, preset=trace.preset)
+def _of_trace(case: Case, trace: RecordedTrace) -> Scenario:
+    options = ScenarioOptions(workers=WORKERS, seed=case.seed, preset=trace.preset)
     fleet = replay.trace_fleet(options)
     # Each seed replays another part of the trace.
     part = TraceCut(
@@ -169,7 +171,7 @@ def _of_trace(case: Case, trace: Trace) -> Scenario:
     )
 
 
-def _rows(case: Case, trace: Trace) -> Iterator[TraceRow]:
+def _rows(case: Case, trace: RecordedTrace) -> Iterator[TraceRow]:
     return trace.synthetic(0) if case.traces is None else read_trace(case.traces / trace.file)
 
 
@@ -185,5 +187,5 @@ def _whale(case: Case) -> Scenario:
     return loads.whale(options) if case.workload == WHALE else loads.whale_capped(options)
 
 
-def _options(case: Case, duration_s: float) -> Options:
-    return Options(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)
+def _options(case: Case, duration_s: float) -> ScenarioOptions:
+    return ScenarioOptions(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)

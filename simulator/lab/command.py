@@ -12,10 +12,10 @@ from typing import Final
 
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
-from simulator.lab.report.report import Report
+from simulator.lab.report.report import LabReport
 from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
-from simulator.lab.scenario import Options, Scenario, ScenarioError
+from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
 from simulator.lab.scenarios import catalog
 
 TRACES: Final = "FAIRWAY_TRACES"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if report.violations else 0
 
 
-def _scenario(name: str, options: Options) -> Scenario:
+def _scenario(name: str, options: ScenarioOptions) -> Scenario:
     return replay.scenario(name, options) if replay.is_trace(name) else catalog.load(name, options)
 
 
@@ -55,7 +55,7 @@ def traces_folder(given: Path | None) -> Path | None:
     return Path(named) if named else None
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: LabReport, folder: Path) -> None:
     """Write report.json into ``folder``, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "report.json"
@@ -63,8 +63,8 @@ def write(report: Report, folder: Path) -> None:
     print(target)
 
 
-def _options(parsed: argparse.Namespace) -> Options:
-    return Options(
+def _options(parsed: argparse.Namespace) -> ScenarioOptions:
+    return ScenarioOptions(
         workers=parsed.workers,
         seed=parsed.seed,
         duration_s=parsed.duration,

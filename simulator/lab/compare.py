@@ -167,11 +167,11 @@ def _whale(results: Results) -> Iterator[str]:
     rows = [("policy", "", "minnows' TTFT p95", "asked", "tokens/s", "Jain index")]
     for workload, policy in ((WHALE, OURS.name), (WHALE_CAPPED, OURS.name), (WHALE, FIRST_COME.name)):
         minnows = _spread(results, workload, policy, "minnow_ttft_p95_s", seconds)
-        asked = _spread(results, workload, policy, "asked_tokens_per_s", lambda value: f"{value:.0f}")
+        requested = _spread(results, workload, policy, "asked_tokens_per_s", lambda value: f"{value:.0f}")
         tokens = _spread(results, workload, policy, "tokens_per_s", lambda value: f"{value:.0f}")
         # 0: no window in which two of them waited throughout.
         jain = _spread(results, workload, policy, "jain", lambda value: f"{value:.3f}" if value else "-")
-        rows.append((policy, workload, minnows, asked, tokens, jain))
+        rows.append((policy, workload, minnows, requested, tokens, jain))
     yield from aligned(rows)
     names = ("minnow_ttft_p95_s", "asked_tokens_per_s", "tokens_per_s")
     uncapped, capped = (
@@ -179,7 +179,7 @@ def _whale(results: Results) -> Iterator[str]:
     )
     ratios = [one / other for one, other in zip(uncapped[0], capped[0], strict=True)]
     for name, found in (("uncapped", uncapped), ("capped", capped)):
-        loads = [asked / most for asked, most in zip(found[1], uncapped[2], strict=True)]
+        loads = [requested / most for requested, most in zip(found[1], uncapped[2], strict=True)]
         yield f"{name}: {_percents(loads)} of what the saturated fleet served in the same seed was asked for"
     yield "minnows' p95, uncapped over capped, by seed: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
 

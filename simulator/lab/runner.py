@@ -10,25 +10,25 @@ from simulator.fleet.fleet import SimFleet, simulate
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.spec import VERSION_DIGEST
 from simulator.invariants.balance import Balance, Bounds
-from simulator.invariants.fairness import Fairness
+from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
 from simulator.invariants.shedding import Shedding
-from simulator.lab.report.measure import Bins, Collector
-from simulator.lab.report.report import Course, Header, Report, build
+from simulator.lab.report.measure import Bins, RecordCollector
+from simulator.lab.report.report import Course, Header, LabReport, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 from simulator.lab.scenario import Scenario
 
 SAMPLE_S: Final = 0.5
 
 
-class Watch(GrantListener):
+class LevelSampling(GrantListener):
     """A plan of a run: samples levels at even intervals into ``timeline``, and counts grants over time."""
 
-    def __init__(self, collector: Collector, *, watched: str | None = None) -> None:
+    def __init__(self, collector: RecordCollector, *, watched: str | None = None) -> None:
         self.timeline = Timeline()
         self.grants = Bins(0.5)
         self.grants_of_watched = Bins(0.5)
-        self.ejected_s: list[float] = []  # when the watched worker was found to be ejected anew
+        self.ejected_s: list[float] = []  # times at which the watched worker was ejected anew
         self._watched = watched
         self._collector = collector
         self._waiting = 0
@@ -105,12 +105,12 @@ def _between(bins: Bins, from_s: float, to_s: float) -> float:
     return sum(bins.sums[first:last])
 
 
-def run(scenario: Scenario) -> Report:
+def run(scenario: Scenario) -> LabReport:
     """Return the report of a scenario. Same scenario, same report."""
-    collector = Collector(scenario.slo, warm_up_s=scenario.warm_up_s)
+    collector = RecordCollector(scenario.slo, warm_up_s=scenario.warm_up_s)
     watched, from_s = scenario.watched or (None, 0.0)
-    watch = Watch(collector, watched=watched)
-    fairness = Fairness()
+    watch = LevelSampling(collector, watched=watched)
+    fairness = FairnessInvariant()
     ran = simulate(
         scenario.fleet,
         scenario.load(),
@@ -144,12 +144,12 @@ def run(scenario: Scenario) -> Report:
     )
 
 
-def _together(collector: Collector, tenants: tuple[str, ...]) -> dict[str, float | None]:
+def _together(collector: RecordCollector, tenants: tuple[str, ...]) -> dict[str, float | None]:
     """Return the p95 of the first tokens of all requests of these tenants, as of one."""
     return {"together_ttft_p95_s": collector.ttft_of(tenants).quantile(0.95)} if tenants else {}
 
 
-def _gray(watch: Watch, from_s: float, scenario: Scenario) -> dict[str, float | None]:
+def _gray(watch: LevelSampling, from_s: float, scenario: Scenario) -> dict[str, float | None]:
     """Return how soon the watched worker was found, and its share of grants while its fault lasts on."""
     to_s = min((mark.to_s for mark in scenario.marks if mark.from_s >= from_s), default=scenario.duration_s)
     found_s = next((at_s for at_s in watch.ejected_s if at_s >= from_s), None)

@@ -23,13 +23,13 @@ class ScenarioError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ScenarioOptions:
     """What a caller may choose; None leaves it to the scenario."""
 
     workers: int = 8
     seed: int = 0
     duration_s: float | None = None
-    # Of the fleet.
+    # rate of the whole fleet
     rate_per_s: float | None = None
     # The rate as a share of what the fleet can serve at most.
     load_ratio: float | None = None
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ScenarioScript:
     """A plan: its steps in order of time."""
 
     steps: tuple[Step, ...]
@@ -88,7 +88,7 @@ class Scenario:
 
 
 def fleet_of(
-    options: Options,
+    options: ScenarioOptions,
     tenants: Sequence[TenantSpec],
     *,
     max_context_tokens: int = 16_384,
@@ -117,7 +117,12 @@ def fleet_of(
 
 
 def rate_of(
-    options: Options, fleet: FleetSpec, *, prompt_tokens: float, output_tokens: float, load_ratio: float
+    options: ScenarioOptions,
+    fleet: FleetSpec,
+    *,
+    prompt_tokens: float,
+    output_tokens: float,
+    load_ratio: float,
 ) -> float:
     """Return the rate to send at: the chosen one, or ``load_ratio`` of the most that the fleet can serve."""
     if options.rate_per_s is not None:

@@ -17,8 +17,8 @@ from simulator.fleet.fleet import simulate
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import LogNormal
-from simulator.lab.load.load import Stream, merged
-from simulator.lab.report.measure import Collector, Group, Slo
+from simulator.lab.load.load import LoadStream, merged
+from simulator.lab.report.measure import Group, RecordCollector, Slo
 
 WORKERS: Final = 2
 MAX_SEQUENCES: Final = 8
@@ -58,7 +58,7 @@ def idle_load() -> list[SimRequest]:
 
 def busy_load(seed: int, *, load_s: float = LOAD_S) -> list[SimRequest]:
     """Return a load that fills the fleet to about three quarters: some requests wait."""
-    stream = Stream("default", Poisson(RATE_PER_S), _PROMPT, _OUTPUT)
+    stream = LoadStream("default", Poisson(RATE_PER_S), _PROMPT, _OUTPUT)
     return list(merged([stream], seed=seed, duration_s=load_s))
 
 
@@ -70,7 +70,7 @@ class Calibrated:
 
     def latencies(self, load: Iterable[SimRequest]) -> Latencies:
         """Return what a load would see."""
-        collector = Collector(Slo())
+        collector = RecordCollector(Slo())
         simulate(self.spec, load, on_record=collector.take)
         (group,) = collector.groups.values()
         return Latencies.of(group)

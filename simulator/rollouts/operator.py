@@ -26,7 +26,7 @@ class Operator:
         self._kind = kind_of(seed)
         self._seed = seed
         self._rng = Random(f"operator {seed}")
-        self.phase: RolloutPhase | None = None  # as it saw it last
+        self.phase: RolloutPhase | None = None  # the phase that it read last
 
     async def run(self, fleet: SimFleet) -> None:
         process = Process("operator", fleet.loop, self._rng)

@@ -24,16 +24,16 @@ from services.controlplane.rollouts.records import (
     RolloutStrategy,
 )
 from services.core.records import Meta
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_executor import VersionFaults
-from simulator.fleet.chaos import Fault, FaultKind, draw_faults
+from simulator.fleet.chaos import FaultKind, InjectedFault, draw_faults
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.spec import MODEL, FleetSpec, TenantSpec, VersionSpec, WorkerSpec
 
 CANDIDATE: Final = "sha256:" + "c2" * 32
 NAME: Final = "to-candidate"
 LONGEST_S: Final = 120.0
-REQUESTS_PER_S: Final = 10.0  # while the candidate is judged
+REQUESTS_PER_S: Final = 10.0  # rate while the candidate is judged
 QUIET_PER_S: Final = 3.0
 _FAULTS_S: Final = 35.0
 # At each a replica of the candidate has no more traffic than a stable one, or a good one is slower.
@@ -89,7 +89,7 @@ _FAULTS: Final = (
 )
 
 
-# Of ten seeds each, one of each kind.
+# the strategy of each of ten seeds, one of each kind
 _STRATEGIES: Final = (
     RolloutStrategy.CANARY,
     RolloutStrategy.CANARY,
@@ -155,7 +155,7 @@ def rollout_fleet(seed: int) -> FleetSpec:
     )
 
 
-def rollout_faults(seed: int) -> tuple[Fault, ...]:
+def rollout_faults(seed: int) -> tuple[InjectedFault, ...]:
     """Return each kind of fault once; half of the stale gateways stay so beyond the age of a view."""
     rng = Random(f"rollout faults {seed}")
     drawn = draw_faults(rng, duration_s=_FAULTS_S, count=len(_FAULTS), among=_FAULTS)
@@ -180,5 +180,5 @@ def rollout_load(seed: int, phase: Callable[[], RolloutPhase | None]) -> Iterato
             session=f"session-{rng.randrange(_SESSIONS)}",
             key=f"key-{number}" if rng.random() < 0.1 else "",
             retries=1,
-            poison=Poison(Ending.RAISES, number) if poisoned else None,
+            poison=Poison(EngineEnding.RAISES, number) if poisoned else None,
         )

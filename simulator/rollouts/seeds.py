@@ -11,7 +11,7 @@ from typing import Final
 
 from services.controlplane.rollouts.records import RolloutPhase
 from simulator.fleet.assembly import Parts
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.seeds import wall_s
 from simulator.fleet.spec import VERSION_DIGEST
@@ -43,7 +43,7 @@ class RolloutResult:
     kind: CandidateKind
     # How many faults of each kind were carried out.
     faults: dict[str, int]
-    # In order, and why the last was entered.
+    # phases in order; ``why`` is the reason of the last one
     phases: tuple[RolloutPhase, ...]
     why: str
     # Writes of the rollout, by process.
@@ -60,7 +60,7 @@ def run_rollout(
     seed: int, *, parts: Parts | None = None, show: Callable[[str], None] | None = None
 ) -> RolloutResult:
     """Return what became of one seed. Same arguments, same result, trace and all."""
-    kind, operator, strikes = kind_of(seed), Operator(seed), Strikes(rollout_faults(seed))
+    kind, operator, strikes = kind_of(seed), Operator(seed), FaultSchedule(rollout_faults(seed))
     history = SplitHistory(VERSION_DIGEST, CANDIDATE, end_of(kind))
     arms = Arms(history, answers=kind is not CandidateKind.UNANSWERING)
     invariants: tuple[Invariant, ...] = (history, arms, Balance(), Fencing())
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--trace", action="store_true", help="print what happens")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     began_s, found, requests = wall_s(), Counter[str](), 0
     results: list[RolloutResult] = []
-    for seed in range(asked.first, asked.first + asked.seeds):
-        ran = run_rollout(seed, show=print if asked.trace else None)
+    for seed in range(options.first, options.first + options.seeds):
+        ran = run_rollout(seed, show=print if options.trace else None)
         results.append(ran)
         requests += ran.report.requests
         found["violations"] += len(ran.violations)
@@ -120,12 +120,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"  VIOLATION {violation}", flush=True)
     print(f"ends: {', '.join(f'{name} {count}' for name, count in sorted(found.items()))}")
     result = {
-        "seeds": asked.seeds,
+        "seeds": options.seeds,
         "requests": requests,
         "violations": found["violations"],
         "wall_s": round(wall_s() - began_s, 1),
     }
-    missing = unreached(results) if asked.first == 0 and asked.seeds >= SEEDS else []
+    missing = unreached(results) if options.first == 0 and options.seeds >= SEEDS else []
     if missing:
         print(f"NOT REACHED: {', '.join(missing)}")
     print(f"RESULT {json.dumps(result)}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine.execute.executor import Batch, Chunk, Runner, Samples
+from services.worker.engine.execute.executor import Batch, PrefillChunk, Runner, Samples
 from services.worker.engine.execute.null_executor import NullExecutor
 from services.worker.engine.load.loading import _load_torch
 from services.worker.engine.sequence import SequenceState, sequence_of
@@ -54,7 +54,7 @@ def sequence(handle: int, prompt: list[int], *, block: int, **sampling: Any) -> 
 
 def prefill(executor: Runner, *chunks: tuple[SequenceState, int]) -> Samples:
     """Compute each sequence up to a position, as the planner would, and keep the books as the engine does."""
-    samples = executor.run(Batch([], [Chunk(each, each.computed, end) for each, end in chunks]))
+    samples = executor.run(Batch([], [PrefillChunk(each, each.computed, end) for each, end in chunks]))
     for each, end in chunks:
         each.computed = end
     return samples
@@ -90,7 +90,7 @@ def test_rows_are_the_decodes_then_the_prefills_that_sample(executor: Runner) ->
     assert first.tokens == [alone[0][0], alone[1][0]]
     for found, token in ((one, first.tokens[0]), (two, first.tokens[1])):
         found.tokens.append(token)
-    batch = Batch([two, one], [Chunk(part, 0, 3), Chunk(three, 0, 4)])
+    batch = Batch([two, one], [PrefillChunk(part, 0, 3), PrefillChunk(three, 0, 4)])
     assert batch.sampled == [two, one, three]
     assert executor.run(batch).tokens == [alone[1][1], alone[0][1], alone[2][0]]
 
@@ -133,6 +133,6 @@ def test_sequences_are_read_and_never_changed(executor: Runner) -> None:
     prefill(executor, (running, 20))
     running.tokens.append(3)
     before = copy.deepcopy((found, running))
-    executor.run(Batch([running], [Chunk(found, 0, 20)]))
+    executor.run(Batch([running], [PrefillChunk(found, 0, 20)]))
     for was, now in zip(before, (found, running), strict=True):
         assert all(getattr(was, each.name) == getattr(now, each.name) for each in fields(SequenceState))

@@ -18,7 +18,7 @@ from services.core.errors import InvalidInput, NoLeader
 from services.ports.streams.message_stream import ClientStream, MessageStream, StreamClient, StreamLost
 from services.rpc.bounded_writes import send_headers
 from services.rpc.methods import EXECUTE
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.server_stream import GrpcServerStream
 from simulator.kernel.links.streams import SimStreams, serve_stream
 from tests.support.simulated import Check, World, checks_of, simulate
@@ -77,7 +77,7 @@ class Scripted(worker_pb2_grpc.WorkerServiceServicer):
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig(GrpcStreams(TOKEN))
-    service = Service(
+    service = RpcService(
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
         worker_pb2_grpc.add_WorkerServiceServicer_to_server,
         Scripted(rig),  # type: ignore[abstract]  # the rig calls Execute only

@@ -44,7 +44,7 @@ class Rig(PlacementRig):
 
     async def settled(self) -> None:
         """The worker's room is known and nothing is in flight."""
-        await until(lambda: any(c.heard for c in self.term.fleet.candidates(DIGEST).values()))
+        await until(lambda: any(c.reporting for c in self.term.fleet.candidates(DIGEST).values()))
 
     @property
     def room_tokens(self) -> int:

@@ -19,17 +19,17 @@ from services.adapters.memory.store import MemoryStore
 from services.core.errors import InvalidInput
 from services.core.records import STORE_GENERATION, StoreGeneration, dump
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     ConditionFailed,
     CreateRevisionIs,
     Delete,
+    KeyChanged,
+    KeyRemoved,
     LeaseLost,
     ModRevisionIs,
     Operation,
     Put,
-    Removed,
     Store,
     ValueIs,
     WatchBatch,
@@ -41,7 +41,7 @@ from tests.support.simulated import Check, World, checks_of, simulate
 
 PATIENCE_S = 10.0
 BASE = 5000
-Event = Changed | Removed
+Event = KeyChanged | KeyRemoved
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ async def simulated(world: World) -> AsyncIterator[Kit]:
 
 
 def key_of(event: Event) -> str:
-    return event.entry.key if isinstance(event, Changed) else event.key
+    return event.entry.key if isinstance(event, KeyChanged) else event.key
 
 
 def revision_of(event: Event) -> int:
-    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+    return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
 
 
 async def take(batches: AsyncGenerator[WatchBatch, None], events: int) -> list[WatchBatch]:
@@ -271,7 +271,7 @@ async def test_lease_ends_unless_kept_alive(kit: Kit) -> None:
     async with asyncio.timeout(PATIENCE_S), aclosing(kit.store.watch(kit.prefix, before)) as batches:
         async for batch in batches:
             await kit.store.keep_alive(kept)
-            removed += [event.key for event in batch.events if isinstance(event, Removed)]
+            removed += [event.key for event in batch.events if isinstance(event, KeyRemoved)]
             if removed:
                 break
     assert removed == [kit.key("left")]
@@ -290,9 +290,9 @@ async def test_watch_replays_then_follows(kit: Kit) -> None:
         events += events_of(await take(batches, 1))
     assert [revision_of(event) for event in events] == revisions
     assert [key_of(event) for event in events] == [kit.key("a"), kit.key("b"), kit.key("a")]
-    assert [type(event) for event in events] == [Changed, Changed, Removed]
+    assert [type(event) for event in events] == [KeyChanged, KeyChanged, KeyRemoved]
     first = events[0]
-    assert isinstance(first, Changed)
+    assert isinstance(first, KeyChanged)
     assert (first.entry.value, first.entry.create_revision) == (b"1", revisions[0])
 
 

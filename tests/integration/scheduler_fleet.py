@@ -17,7 +17,7 @@ from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer, PlacementClient
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.supervisor import Supervisor
@@ -140,7 +140,7 @@ class SchedulerNode:
         servicer = SchedulerServicer(self.service, self.clock, leader_id="s1", heartbeat_s=0.3)
         self.server = RpcServer(
             [
-                Service(
+                RpcService(
                     scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
                     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
                     servicer,

@@ -251,7 +251,8 @@ async def test_a_worker_whose_stream_is_cut_is_placed_on_again_after_it_reports(
     assert worker.start(grant)  # nobody is told of it
     term = node.service.term
     assert term is not None
-    await until(lambda: not term.fleet.candidates(DIGEST)["w1"].heard, 1.5)  # long before it counts as silent
+    # The wait ends long before the worker counts as silent.
+    await until(lambda: not term.fleet.candidates(DIGEST)["w1"].reporting, 1.5)
     waiting = asyncio.ensure_future(granted(placement, place_spec("req_2")))
     await asyncio.sleep(0.1)
     assert not waiting.done()

@@ -15,7 +15,7 @@ from services.core.errors import Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.interceptors.access import access_table
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from tests.support.rpc_services import rpc_methods, rpc_services
 from tests.support.stack import ROOT
 
@@ -49,7 +49,7 @@ def authenticate(token: str | None) -> Principal:
 @pytest.fixture
 async def channel() -> AsyncIterator[Any]:
     """Every service of the protos, with the base servicers: what is let in answers UNIMPLEMENTED."""
-    services = [Service(each.descriptor, each.register, each.servicer()) for each in SERVICES]
+    services = [RpcService(each.descriptor, each.register, each.servicer()) for each in SERVICES]
     server = RpcServer(
         services,
         listen="127.0.0.1:0",

@@ -15,7 +15,7 @@ from services.core.errors import InternalError
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.channel import MAX_MESSAGE_BYTES
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
 from services.rpc.unauthenticated import MAX_STREAMS_OF_SOURCE
 
@@ -39,7 +39,7 @@ class Servicer(inference_pb2_grpc.InferenceServiceServicer):
 @pytest.fixture
 async def server() -> AsyncIterator[tuple[str, Servicer]]:
     servicer = Servicer()  # type: ignore[abstract]
-    service = Service(
+    service = RpcService(
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
         inference_pb2_grpc.add_InferenceServiceServicer_to_server,
         servicer,

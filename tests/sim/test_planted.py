@@ -10,10 +10,10 @@ import pytest
 from services.core.records import Priority
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind, Moment
+from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
@@ -21,7 +21,7 @@ from simulator.fleet.saturated import is_saturated
 from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
-from simulator.invariants.fairness import FAIRNESS, Fairness
+from simulator.invariants.fairness import FAIRNESS, FairnessInvariant
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
 from simulator.invariants.invariant import Looks
 from simulator.invariants.shedding import INVERSION, Shedding
@@ -121,7 +121,7 @@ def _balance_of(worker: type[WorkerNode], looks: Looks) -> int:
 def test_planted_worker_that_starts_what_it_may_not_take() -> None:
     """It is drained just after a grant on it: one in order refuses what comes under that."""
     drains = [
-        Fault(FaultKind.WORKER_DRAIN, 1.0 + 2.5 * number, 1.0, 0.3, 0.0, 0.0, Moment.AFTER_GRANT)
+        InjectedFault(FaultKind.WORKER_DRAIN, 1.0 + 2.5 * number, 1.0, 0.3, 0.0, 0.0, Moment.AFTER_GRANT)
         for number in range(8)
     ]
     drained = struck(drains, Parts(worker=StartsWhileDraining), every_s=0.2)
@@ -134,25 +134,25 @@ def test_planted_worker_that_starts_what_it_may_not_take() -> None:
 @pytest.mark.sweep
 def test_planted_scheduler_that_grants_on_who_is_ejected() -> None:
     """One that is tried is barred by its grant; that grant was right, and the next is wrong."""
-    slow = [Fault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
+    slow = [InjectedFault(FaultKind.WORKER_SLOW, 0.0, 80.0, 0.0, 0.0, 6.0)]
     found = struck(slow, Parts(scheduler=GrantsEjected), every_s=0.4, workers=5)
     assert any(text.startswith(FENCED) and "is ejected" in text for text in found)
     assert struck(slow, Parts(), every_s=0.4, workers=5) == ()
 
 
 def struck(
-    faults: Sequence[Fault], parts: Parts, *, every_s: float = 0.1, workers: int = 2
+    faults: Sequence[InjectedFault], parts: Parts, *, every_s: float = 0.1, workers: int = 2
 ) -> tuple[str, ...]:
     """Return the violations of a small fleet under faults."""
     spec = replace(small_fleet(), workers=workers, gateways=1)
     load = crowd({"whale": 120}, every_s=every_s)
     invariants = (Balance(), Fencing())
-    return simulate(spec, load, plans=(Strikes(faults),), invariants=invariants, parts=parts).violations
+    return simulate(spec, load, plans=(FaultSchedule(faults),), invariants=invariants, parts=parts).violations
 
 
 @pytest.mark.sweep
 def test_planted_worker_that_does_not_tell_of_a_lost_engine() -> None:
-    faults = [Fault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
+    faults = [InjectedFault(FaultKind.ENGINE_CRASH, 1.0, 0.1, 0.0, 0.0, 0.0, Moment.IN_PREFILL)]
     assert any(text.startswith(REST) for text in struck(faults, Parts(worker=LosesSequences)))
     assert struck(faults, Parts()) == ()
 
@@ -176,7 +176,7 @@ def test_planted_worker_that_takes_what_nobody_granted() -> None:
 @pytest.mark.sweep
 def test_planted_worker_that_gives_unbounded_credit() -> None:
     kinds = (FaultKind.LEADER_PAUSE, FaultKind.STORE_OUTAGE)
-    away = [Fault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
+    away = [InjectedFault(kind, 5.0, 20.0, 0.0, 0.0, 0.0) for kind in kinds]
     given = struck(away, Parts(worker=GivesUnboundedCredit), every_s=0.8)
     assert any(text.startswith(ALONE) for text in given)
     assert struck(away, Parts(), every_s=0.8) == ()
@@ -212,8 +212,8 @@ def fair_fleet(discipline: QueueDiscipline) -> FleetSpec:
     return replace(spec, term=term, gateway=replace(spec.gateway, queue_ttl_s=600.0))
 
 
-def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, Fairness]:
-    spec, fairness = fair_fleet(discipline), Fairness()
+def fair_run(discipline: QueueDiscipline) -> tuple[RunReport, FairnessInvariant]:
+    spec, fairness = fair_fleet(discipline), FairnessInvariant()
     return simulate(spec, crowd({"whale": 120, "minnow": 40}), invariants=(fairness,)), fairness
 
 

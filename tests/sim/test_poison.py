@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from services.core.errors import PoisonedInput
-from simulator.engine.poison import Ending, Poison
+from simulator.engine.poison import EngineEnding, Poison
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind
-from simulator.fleet.clients.client import Record, SimRequest
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.chaos import FaultKind, InjectedFault
+from simulator.fleet.clients.client import RequestRecord, SimRequest
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import FleetSpec, WorkerSpec
@@ -34,12 +34,12 @@ def load_of(poison: Poison) -> list[SimRequest]:
 
 
 def run(
-    ending: Ending, workers: int, *, after_tokens: int = 0, parts: Parts | None = None
-) -> tuple[RunReport, Poisons, list[Record]]:
+    ending: EngineEnding, workers: int, *, after_tokens: int = 0, parts: Parts | None = None
+) -> tuple[RunReport, Poisons, list[RequestRecord]]:
     spec = FleetSpec(workers=workers, worker_kinds=(WorkerSpec(max_sequences=64),), engine_restart_s=1.0)
-    poisons, records = Poisons(calm=True), list[Record]()
+    poisons, records = Poisons(calm=True), list[RequestRecord]()
 
-    def ended(record: Record) -> None:
+    def ended(record: RequestRecord) -> None:
         records.append(record)
         poisons.closed(record)
 
@@ -49,22 +49,22 @@ def run(
 
 
 @pytest.mark.parametrize("workers", daily([1, 2, 3], [2]))
-@pytest.mark.parametrize("ending", list(Ending))
+@pytest.mark.parametrize("ending", list(EngineEnding))
 @pytest.mark.parametrize("after_tokens", [0, 20])
 def test_the_neighbours_complete_and_the_poison_is_condemned(
-    ending: Ending, workers: int, after_tokens: int
+    ending: EngineEnding, workers: int, after_tokens: int
 ) -> None:
     report, poisons, records = run(ending, workers, after_tokens=after_tokens)
     assert report.violations == ()
     assert report.outcomes == {"finished": NEIGHBOURS, PoisonedInput.reason: 2}
     (deaths,) = poisons.deaths.values()
-    assert deaths == (3 if ending in (Ending.RAISES, Ending.SIGNALS) else 5)
+    assert deaths == (3 if ending in (EngineEnding.RAISES, EngineEnding.SIGNALS) else 5)
     assert deaths < MAX_DEATHS
     _, second = [record for record in records if record.request.poison is not None]
     assert second.ended_s - second.sent_s < 0.1
 
 
-KILLS = [Fault(FaultKind.POOL_LOSS, 0.5, 60.0, 0.0, 0.0, 0.0)]
+KILLS = [InjectedFault(FaultKind.POOL_LOSS, 0.5, 60.0, 0.0, 0.0, 0.0)]
 
 
 def killed(parts: Parts | None = None) -> tuple[str, ...]:
@@ -73,7 +73,12 @@ def killed(parts: Parts | None = None) -> tuple[str, ...]:
     load = [SimRequest("tenant-0", 60, 400, arrival_s=6.0 * number) for number in range(12)]
     poisons = Poisons()
     report = simulate(
-        spec, load, plans=(Strikes(KILLS),), invariants=(poisons,), on_record=poisons.closed, parts=parts
+        spec,
+        load,
+        plans=(FaultSchedule(KILLS),),
+        invariants=(poisons,),
+        on_record=poisons.closed,
+        parts=parts,
     )
     return report.violations
 
@@ -87,18 +92,18 @@ def test_planted_workers_that_blame_whom_a_kill_strikes(worker: type[WorkerNode]
     if worker is TakesKillsForFaults:
         found = killed(Parts(worker=worker))
     else:
-        found = run(Ending.RAISES, 2, parts=Parts(worker=worker))[0].violations
+        found = run(EngineEnding.RAISES, 2, parts=Parts(worker=worker))[0].violations
     assert any(text.startswith(CONDEMNED) for text in found)
 
 
 def test_planted_gateway_that_runs_suspects_together() -> None:
-    report, _, _ = run(Ending.RAISES, 2, parts=Parts(gateway=RunsSuspectsTogether))
+    report, _, _ = run(EngineEnding.RAISES, 2, parts=Parts(gateway=RunsSuspectsTogether))
     assert any(text.startswith(DEATHS) for text in report.violations)
 
 
 def test_planted_gateway_that_admits_the_condemned() -> None:
     """A client that sends the poison again ends engines again: more than a fleet in order loses by it."""
-    report, poisons, _ = run(Ending.RAISES, 2, parts=Parts(gateway=AdmitsTheCondemned))
+    report, poisons, _ = run(EngineEnding.RAISES, 2, parts=Parts(gateway=AdmitsTheCondemned))
     (deaths,) = poisons.deaths.values()
     assert deaths > 3
     assert any(text.startswith(AGAIN) for text in report.violations)

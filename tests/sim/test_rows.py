@@ -17,12 +17,12 @@ from services.worker.batcher.policy.turns import TenantTurns
 from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.live_row import LiveRow
-from simulator.engine.poison import Ending
+from simulator.engine.poison import EngineEnding
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import Fault, FaultKind
+from simulator.fleet.chaos import FaultKind, InjectedFault
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.row_client import ROWS, SimRows
-from simulator.fleet.fault_actions import Strikes
+from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.spec import FleetSpec, RowsSpec, TenantSpec
 from simulator.invariants.balance import BALANCE, Balance
@@ -50,17 +50,17 @@ def crowd(requests: int, *, rows: int = 8, every_s: float = 0.05) -> list[SimRow
 def ran(
     load: Sequence[SimRows | SimRequest],
     *,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[InjectedFault] = (),
     parts: Parts | None = None,
     fleet: FleetSpec = FLEET,
     slots: Slots | None = None,
 ) -> RunReport:
     invariants = (Balance(), slots if slots is not None else Slots())
-    return simulate(fleet, load, plans=(Strikes(faults),), invariants=invariants, parts=parts)
+    return simulate(fleet, load, plans=(FaultSchedule(faults),), invariants=invariants, parts=parts)
 
 
-def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> Fault:
-    return Fault(kind, at_s, for_s, 0.3, 0.7, 3.0)
+def fault(kind: FaultKind, at_s: float, for_s: float = 1.0) -> InjectedFault:
+    return InjectedFault(kind, at_s, for_s, 0.3, 0.7, 3.0)
 
 
 @both_kinds
@@ -73,8 +73,8 @@ def test_more_rows_than_the_pool_takes_are_all_answered(fleet: FleetSpec) -> Non
 
 
 @both_kinds
-@pytest.mark.parametrize("ending", list(Ending), ids=lambda ending: ending.name)
-def test_a_poison_ends_alone(ending: Ending, fleet: FleetSpec) -> None:
+@pytest.mark.parametrize("ending", list(EngineEnding), ids=lambda ending: ending.name)
+def test_a_poison_ends_alone(ending: EngineEnding, fleet: FleetSpec) -> None:
     load = crowd(20)
     load[3] = replace(load[3], poisons={2: ending})
     report = ran(load, fleet=fleet)
@@ -131,7 +131,7 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 def test_planted_workers_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, broken, invariant = BROKEN[bug]
     monkeypatch.setattr(owner, method, broken)
-    load = [SimRows("whale", (4,) * 40, poisons={2: Ending.RAISES})]
+    load = [SimRows("whale", (4,) * 40, poisons={2: EngineEnding.RAISES})]
     found = ran(load).violations
     assert any(text.startswith(invariant) for text in found), found
 

@@ -39,7 +39,7 @@ from services.gateway.requests.validate import Checked
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.worker import SequenceSink
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -241,7 +241,7 @@ async def running_gateway() -> AsyncIterator[Gateway]:
 
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 pb.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
                 InferenceServicer(service, rows, received, heartbeat_s=0.15, write_timeout_s=1.5),

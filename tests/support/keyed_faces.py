@@ -27,7 +27,7 @@ from services.gateway.faces.openai.server import HttpServer
 from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.idempotency import RecordLimits
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.ids import Ids
 from tests.support.keyed_gateways import NAMES_SECRET, Fleet, Gateway, gateways
@@ -95,7 +95,7 @@ async def _grpc(gateway: Gateway) -> AsyncIterator[inference_pb2_grpc.InferenceS
     numbers = count()
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 pb.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
                 InferenceServicer(

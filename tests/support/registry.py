@@ -21,7 +21,7 @@ from services.ports.store import Store
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 
 TOKEN: Final = "t" * 40
 ADMIN: Final = auth_metadata("admin")
@@ -56,7 +56,7 @@ async def served(
     servicer = make_servicer(service)
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 pb.DESCRIPTOR.services_by_name["RegistryService"],
                 registry_pb2_grpc.add_RegistryServiceServicer_to_server,
                 servicer,

@@ -58,7 +58,7 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore
 from services.ports.limiter import HeldRates
 from services.ports.poison.quarantine import Quarantine
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import by_reason
 from services.runtime import secrets
 from services.runtime.clock import SystemClock
@@ -243,12 +243,12 @@ async def served(gateway: RowsGateway) -> AsyncIterator[Sockets]:
     """Yield the sockets of a gateway, with all its interfaces."""
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
                 InferenceServicer(gateway.service, gateway.rows, gateway.received, heartbeat_s=5.0),
             ),
-            Service(
+            RpcService(
                 v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
                 v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
                 PredictServicer(gateway.rows, gateway.received, lambda: ""),

@@ -153,7 +153,7 @@ async def _serve() -> None:
     from services.core.generation import Principal
     from services.core.records import KeyRole
     from services.rpc.interceptors.metrics import RpcMetrics
-    from services.rpc.server import RpcServer, RpcTelemetry, Service
+    from services.rpc.server import RpcServer, RpcService, RpcTelemetry
     from services.runtime.clock import SystemClock
     from services.runtime.process.free_memory import return_free_memory
     from services.runtime.telemetry.logging import LineBudget
@@ -167,7 +167,7 @@ async def _serve() -> None:
     clock = SystemClock()
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
                 inference_pb2_grpc.add_InferenceServiceServicer_to_server,
                 Servicer(),  # type: ignore[abstract]

@@ -206,7 +206,7 @@ def _setting(text: str) -> tuple[str, str, str]:
     return target, variable, value
 
 
-def _on_ready(endpoints: Endpoints, state: StateDir, progress: progress_module.Progress) -> None:
+def _on_ready(endpoints: Endpoints, state: StateDir, progress: progress_module.StartProgress) -> None:
     progress.close()
     _show_ready(endpoints, state, detached=False)
 

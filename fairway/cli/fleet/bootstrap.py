@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 from fairway.cli.calls import CALL_TIMEOUT_S, PHASE_VERBS, admin_client, admin_error, checked, publish_folder
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
 from fairway.cli.waiting import until_deployed
 from fairway.client import (
@@ -69,7 +69,7 @@ class Bootstrap:
     options: UpOptions
     state: StateDir
     addresses: FleetAddresses
-    progress: Progress
+    progress: StartProgress
 
     async def run(self) -> str:
         """Return the API key once the gateway accepts it and serves the model. Raises CliError."""

@@ -16,10 +16,10 @@ from typing import Final
 
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.progress import (
-    Event,
     Phase,
-    Progress,
+    PhaseEvent,
     SharedProgress,
+    StartProgress,
     failed_message,
     outcome_of,
     read_messages,
@@ -39,7 +39,7 @@ class _SocketProgress:
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         with contextlib.suppress(OSError):
-            self._connection.send(_line({"event": asdict(Event(name, phase, detail))}))
+            self._connection.send(_line({"event": asdict(PhaseEvent(name, phase, detail))}))
 
     def close(self) -> None:
         """Do nothing: there is no live display."""
@@ -85,7 +85,7 @@ async def _answer(
             await loop.sock_sendall(connection, _line(answer))
 
 
-def request_workers(path: Path, count: int, progress: Progress) -> Endpoints:
+def request_workers(path: Path, count: int, progress: StartProgress) -> Endpoints:
     """Return the endpoints once the installation has ``count`` workers. Blocks. Raises CliError."""
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

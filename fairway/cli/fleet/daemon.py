@@ -20,7 +20,7 @@ from fairway.cli.fleet.options import UpOptions, search_path
 from fairway.cli.fleet.process import rotate_log, tail
 from fairway.cli.fleet.progress import (
     PipeProgress,
-    Progress,
+    StartProgress,
     failed_message,
     outcome_of,
     read_messages,
@@ -30,7 +30,7 @@ from fairway.cli.terminal.output import err
 from fairway.log_stream import LogStream
 
 
-def start_detached(options: UpOptions, progress: Progress) -> tuple[Endpoints, bool]:
+def start_detached(options: UpOptions, progress: StartProgress) -> tuple[Endpoints, bool]:
     """Return once the detached installation is READY, with True, or is already running, with False.
 
     Raises CliError with the reason when it does not become READY; no process is left then.

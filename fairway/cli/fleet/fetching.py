@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import SMOLLM2, SMOLLM2_SOURCE, DefaultModel, UpOptions, smollm2_template
-from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.state import StateDir
 from fairway.cli.terminal.cells import show_bytes
 from fairway.importing.sources import Imported, ImportRefused, Phase, import_source
@@ -77,7 +77,7 @@ async def fetched(source: str, cache: Path, show: Show, *, chat_template: str = 
         ) from error
 
 
-async def with_model(options: UpOptions, state: StateDir, progress: Progress) -> UpOptions:
+async def with_model(options: UpOptions, state: StateDir, progress: StartProgress) -> UpOptions:
     """Return options with the folder of their model: where it cannot be fetched, that of the tiny model."""
     if not options.is_fetched:
         return options

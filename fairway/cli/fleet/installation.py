@@ -17,7 +17,7 @@ from fairway.cli.fleet.control import serve_changes
 from fairway.cli.fleet.fetching import with_model
 from fairway.cli.fleet.options import EVERY_ADDRESS, UpOptions
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
-from fairway.cli.fleet.progress import Progress, SharedProgress
+from fairway.cli.fleet.progress import SharedProgress, StartProgress
 from fairway.cli.fleet.record import FleetRecord, lock_installation, sweep, wait_for_end
 from fairway.cli.fleet.roles import (
     CLIENT_VARIABLES,
@@ -50,7 +50,7 @@ class AlreadyRunning(CliError):
 
 
 def run_installation(
-    options: UpOptions, progress: Progress, on_ready: OnReady, *, own_log: Path | None = None
+    options: UpOptions, progress: StartProgress, on_ready: OnReady, *, own_log: Path | None = None
 ) -> None:
     """Start everything, call ``on_ready``, and keep it running until SIGINT or SIGTERM.
 
@@ -293,7 +293,7 @@ class _Installation:
         )
 
 
-def stop_installation(state: StateDir, progress: Progress, *, patience_s: float) -> bool:
+def stop_installation(state: StateDir, progress: StartProgress, *, patience_s: float) -> bool:
     """Stop the installation's supervisor and its remaining processes. Return False when nothing ran."""
     record = FleetRecord.load(state.fleet)
     if record is None:

@@ -32,12 +32,12 @@ class DefaultModel(StrEnum):
 class UpOptions:
     """Options that define an installation. Paths are absolute."""
 
-    state_dir: str  # of the installation
+    state_dir: str  # state folder of the installation
     # 0: a free port; so is a ``grpc_port`` of 0.
     http_port: int = 0
-    grpc_port: int = 0  # as ``http_port``
+    grpc_port: int = 0  # gRPC port; 0: a free one
     workers: int = 1  # processes
-    replicas: int = 1  # of the deployed model
+    replicas: int = 1  # replicas of the deployed model
     # "": the folder of ``model``.
     model_dir: str = ""
     model: str = DefaultModel.TINY  # its folder is ``model_dir`` once it is fetched

@@ -34,7 +34,7 @@ _STYLE: Final[dict[Phase, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class PhaseEvent:
     """``name`` entered ``phase``; ``detail`` is one line of explanation."""
 
     name: str
@@ -42,7 +42,7 @@ class Event:
     detail: str = ""
 
 
-class Progress(Protocol):
+class StartProgress(Protocol):
     def event(self, name: str, phase: Phase, detail: str = "") -> None: ...
 
     def close(self) -> None:
@@ -58,10 +58,10 @@ class LineProgress:
 
     console: Console
     began: float = field(default_factory=time.monotonic)
-    _printed: dict[str, tuple[Event, float]] = field(default_factory=dict)
+    _printed: dict[str, tuple[PhaseEvent, float]] = field(default_factory=dict)
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
-        event, elapsed = Event(name, phase, detail), time.monotonic() - self.began
+        event, elapsed = PhaseEvent(name, phase, detail), time.monotonic() - self.began
         last, printed_at = self._printed.get(name, (None, -_DETAIL_S))
         if last == event or (last is not None and last.phase == phase and elapsed - printed_at < _DETAIL_S):
             return
@@ -77,7 +77,7 @@ class LiveProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._rows: dict[str, Event] = {}
+        self._rows: dict[str, PhaseEvent] = {}
         self._spinner = Spinner("dots")
         self._lines = LineProgress(console)
         self._live: Live | None = Live(get_renderable=self._render, console=console, refresh_per_second=8)
@@ -87,7 +87,7 @@ class LiveProgress:
         if self._live is None:
             self._lines.event(name, phase, detail)
         else:
-            self._rows[name] = Event(name, phase, detail)
+            self._rows[name] = PhaseEvent(name, phase, detail)
 
     def close(self) -> None:
         if self._live is not None:
@@ -106,7 +106,7 @@ class LiveProgress:
 class TolerantProgress:
     """Passes events on and drops one that cannot be written, so that no process blocks on its output."""
 
-    inner: Progress
+    inner: StartProgress
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class TolerantProgress:
 class SharedProgress:
     """Passes events to everyone who listens now."""
 
-    listeners: list[Progress]
+    listeners: list[StartProgress]
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         for one in tuple(self.listeners):
@@ -140,7 +140,7 @@ class PipeProgress:
 
     def event(self, name: str, phase: Phase, detail: str = "") -> None:
         self._lines.event(name, phase, detail)
-        self.send({"event": asdict(Event(name, phase, detail))})
+        self.send({"event": asdict(PhaseEvent(name, phase, detail))})
 
     def send(self, message: dict[str, object]) -> None:
         """Write one message. A closed pipe is not an error."""
@@ -161,7 +161,7 @@ class PipeProgress:
                 pipe.close()
 
 
-def outcome_of(message: dict[str, Any], progress: Progress) -> tuple[Endpoints, bool] | None:
+def outcome_of(message: dict[str, Any], progress: StartProgress) -> tuple[Endpoints, bool] | None:
     """Pass an event on to ``progress``; return what ``ready`` (True) or ``running`` (False) carries.
 
     Raises CliError for ``failed``.
@@ -202,6 +202,6 @@ def read_messages(descriptor: int) -> Iterator[dict[str, Any]]:
                 yield message
 
 
-def for_console(console: Console) -> Progress:
+def for_console(console: Console) -> StartProgress:
     """Return the progress display for a console."""
     return LiveProgress(console) if console.is_terminal else LineProgress(console)

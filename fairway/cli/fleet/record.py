@@ -78,7 +78,7 @@ class FleetRecord(msgspec.Struct, frozen=True):
     children: Mapping[str, ProcessId]
     addresses: Mapping[str, str]
     phase: str
-    # By process; one that was not restarted is left out.
+    # restarts of each process that was restarted
     restarts: Mapping[str, Restarts] = {}
 
     def save(self, path: Path) -> None:

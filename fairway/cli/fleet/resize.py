@@ -10,7 +10,7 @@ from typing import Final
 from fairway.cli.calls import admin_client, checked
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.control import request_workers
-from fairway.cli.fleet.progress import Progress
+from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.fleet.roles import worker_names
 from fairway.cli.state import Endpoints, StateDir
 from fairway.cli.waiting import until_drained
@@ -22,7 +22,7 @@ _LEASE_S: Final = 15.0  # a killed worker keeps its lease for some seconds
 _POLL_S: Final = 0.5
 
 
-def resize(state: StateDir, running: Endpoints, count: int, progress: Progress) -> Endpoints:
+def resize(state: StateDir, running: Endpoints, count: int, progress: StartProgress) -> Endpoints:
     """Return the endpoints once ``count`` workers run: those with the highest numbers come and go.
 
     A worker that goes is drained first. If it cannot be, nothing has changed when CliError is raised.
@@ -30,7 +30,7 @@ def resize(state: StateDir, running: Endpoints, count: int, progress: Progress) 
     return asyncio.run(_resized(state, running, count, progress))
 
 
-async def _resized(state: StateDir, running: Endpoints, count: int, progress: Progress) -> Endpoints:
+async def _resized(state: StateDir, running: Endpoints, count: int, progress: StartProgress) -> Endpoints:
     leaving = worker_names(len(running.workers))[count:]
     joining = worker_names(count)[len(running.workers) :]
     client = admin_client(",".join(running.controlplanes), admin_key=running.admin_key)
@@ -42,7 +42,7 @@ async def _resized(state: StateDir, running: Endpoints, count: int, progress: Pr
     return found
 
 
-async def _drain(admin: AdminClient, leaving: Sequence[str], progress: Progress) -> None:
+async def _drain(admin: AdminClient, leaving: Sequence[str], progress: StartProgress) -> None:
     if not leaving:
         return
     await _require_room(admin, leaving)

@@ -27,13 +27,13 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_CLI_DEBUG",
     "FAIRWAY_TRACES",
 )
-Settings = Sequence[tuple[str, str, str]]  # as in UpOptions
+Settings = Sequence[tuple[str, str, str]]  # the type of UpOptions.settings
 # Settings that the installation derives from its options, and the options of the gateways' ones.
 _KV_MEMORY_BYTES: Final = 512 * 1024**2  # SmolLM2's context of 8,192 tokens takes 360 MiB
 _DERIVED: Final = {"FAIRWAY_LISTEN": "--grpc-port", "FAIRWAY_HTTP_LISTEN": "--http-port"}
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
-_STOP_SLACK_S: Final = 5.0  # beyond the drain of a role
+_STOP_SLACK_S: Final = 5.0  # time that a role may take beyond its drain
 
 
 @dataclass(frozen=True, slots=True)

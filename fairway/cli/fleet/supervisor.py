@@ -20,7 +20,7 @@ from fairway.cli.fleet.process import (
     rotate_log,
     tail,
 )
-from fairway.cli.fleet.progress import Progress, TolerantProgress
+from fairway.cli.fleet.progress import StartProgress, TolerantProgress
 from fairway.cli.fleet.record import FleetRecord, ProcessId, Restarts
 from fairway.task_group import TaskGroup
 
@@ -38,7 +38,7 @@ class ProcessSupervisor:
 
     def __init__(
         self,
-        progress: Progress,
+        progress: StartProgress,
         record_path: Path,
         *,
         own_log: Path | None = None,

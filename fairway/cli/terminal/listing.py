@@ -35,7 +35,7 @@ class Resource(Generic[T]):
     singular: str  # name in messages
     plural: str  # name in messages and documents
     server: Server  # the server that lists it
-    columns: tuple[Column[T], ...]  # of its tables
+    columns: tuple[Column[T], ...]  # columns of its tables
     # Returns all of them.
     all: Callable[[Connection], Awaitable[Sequence[T]]] | None = None
     # Returns one by name.

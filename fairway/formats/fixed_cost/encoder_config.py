@@ -59,8 +59,8 @@ class EncoderFamily:
     """Properties of a family: how its fields are named, and what it embeds."""
 
     model_type: str
-    prefix: str  # of the encoder's tensors below a head
-    names: Mapping[str, str]  # of the fields that have other names than BERT's
+    prefix: str  # prefix of the encoder's tensors below a head
+    names: Mapping[str, str]  # names of the fields that BERT calls otherwise
     has_token_types: bool = True
     # Positions count from the padding id on, and tokens of that id have none.
     positions_after_padding: bool = False
@@ -110,23 +110,23 @@ class EncoderConfig:
     head: Head
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of the MLP
+    intermediate_size: int  # width of the MLP
     layers: int
     heads: int
-    position_rows: int  # of the table of positions
-    type_rows: int  # of the table of token types; 0: there is none
+    position_rows: int  # rows of the table of positions
+    type_rows: int  # rows of the table of token types; 0: there is none
     padding_id: int
     norm_eps: float
     activation: str
-    # Of a sequence or a token; 0 for an embedding.
+    # labels of a sequence or a token; 0 for an embedding
     labels: int
-    score: Score = "sigmoid"  # of a reranker
+    score: Score = "sigmoid"  # how a reranker makes a score of a logit
     classes: Classes = NO_CLASSES  # the labels of a sequence
-    # Of an embedding.
+    # how an embedding is made of the tokens' states
     pooling: Pooling = "mean"
     normalize: bool = False
     lowercase: bool = False  # texts are lowercased before their tokenizer
-    max_tokens: int = 0  # of a row; special tokens count
+    max_tokens: int = 0  # most tokens of a row; special tokens count
     # Whether an embedding may be cut to its first dimensions, and to which numbers; empty: any.
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()

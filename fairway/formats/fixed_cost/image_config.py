@@ -22,9 +22,9 @@ from fairway.formats.fixed_cost.encoder_config import (
     labels_of,
 )
 
-MAX_EXTENT: Final = 16_384  # of an image, in pixels
+MAX_EXTENT: Final = 16_384  # largest side of an image in pixels
 MAX_CHANNELS: Final = 1 << 16
-MAX_TILES: Final = 512  # of 32 x 32 pixels, of an image whose size is free
+MAX_TILES: Final = 512  # most tiles of 32 x 32 pixels in an image whose size is free
 RESNET: Final = "ResNetForImageClassification"
 VIT: Final = "ViTForImageClassification"
 _INERT: Final[Mapping[str, tuple[Any, ...]]] = {"quantization_config": (None,), "auto_map": (None,)}
@@ -43,7 +43,7 @@ class ResNetStage:
 class ResNetConfig:
     """A residual network. Images of one batch have one size; any size up to ``MAX_TILES`` is computed."""
 
-    channels: int  # of an image
+    channels: int  # channels of an image
     stem_channels: int
     stages: tuple[ResNetStage, ...]
     bottleneck: bool

@@ -101,7 +101,7 @@ class FolderBlobs:
 
     async def discard(self, digests: Sequence[str]) -> None:
         paths = [self._path(digest) for digest in digests]
-        # Without the lock, which a frozen process may hold. Its holders expect that blobs vanish.
+        # The lock is not taken, because a frozen process may hold it. Its holders expect that blobs vanish.
         await _on_disk(partial(_unlink, paths))
 
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:

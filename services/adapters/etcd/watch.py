@@ -20,7 +20,7 @@ from aetcd import rpc
 
 from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel, Stubs
 from services.core.errors import StoreUnavailable
-from services.ports.store import Changed, Compacted, Entry, Removed, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, KeyRemoved, WatchBatch
 
 _NO_WATCH: Final = -1
 _DELETE: Final = 1
@@ -92,7 +92,8 @@ class Batches:
         self._revision = after_revision
         self._progress_in_order = progress_in_order
         self._ordered: bool | None = None
-        self._events: list[Changed | Removed] = []  # of one response: etcd puts at most 1000 revisions in it
+        # events of one response: etcd puts at most 1000 revisions in it
+        self._events: list[KeyChanged | KeyRemoved] = []
 
     async def add(self, message: Any) -> WatchBatch | None:
         _raise_if_canceled(message)
@@ -106,7 +107,7 @@ class Batches:
             self._revision = _revision(events[-1])
             return WatchBatch(self._revision, events)
         if message.watch_id == self._watch_id or await self._is_ordered(message.header.member_id):
-            # from a member that is behind the revision already received
+            # The member is behind the revision that was already received.
             if message.header.revision < self._revision:
                 return None
             self._revision = message.header.revision
@@ -157,14 +158,14 @@ def _raise_if_canceled(message: Any) -> None:
     raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason}")
 
 
-def _event(event: Any) -> Changed | Removed:
+def _event(event: Any) -> KeyChanged | KeyRemoved:
     if event.type == _DELETE:
-        return Removed(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
-    return Changed(entry_of(event.kv))
+        return KeyRemoved(event.kv.key.decode("utf-8", "surrogateescape"), event.kv.mod_revision)
+    return KeyChanged(entry_of(event.kv))
 
 
-def _revision(event: Changed | Removed) -> int:
-    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+def _revision(event: KeyChanged | KeyRemoved) -> int:
+    return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision
 
 
 def progress_is_ordered(version: str) -> bool:

@@ -10,7 +10,7 @@ from services.core.backoff import Backoff
 from services.core.errors import FairwayError
 from services.ports.clock import Clock
 
-OPEN_S: Final = 2.0  # for each step of opening a link over a network
+OPEN_S: Final = 2.0  # time for each step of opening a link over a network
 SILENCE_S: Final = 3.5  # several of the leader's heartbeats
 
 Message_co = TypeVar("Message_co", covariant=True)

@@ -6,7 +6,7 @@ from typing import Final
 
 from services.adapters.links.frame_dispatch import SinkTable
 
-CHECK_S: Final = 1.0  # between two checks
+CHECK_S: Final = 1.0  # interval of checks
 ANSWER_S: Final = 5.0  # longest time without a response to a start, from a worker that sends heartbeats
 
 

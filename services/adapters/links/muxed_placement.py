@@ -76,7 +76,7 @@ class _Pending:
     spec: PlaceSpec
     future: asyncio.Future[AnyGrant]
     deadline_s: float
-    sent_s: float | None = None  # on the current link
+    sent_s: float | None = None  # time at which it was sent on the current link
 
 
 class MuxedPlacement:
@@ -114,7 +114,7 @@ class MuxedPlacement:
         self._cancelled: list[int] = []
         self._granted: dict[tuple[str, int, int], tuple[int, float]] = {}
         self._link: PlacementLink | None = None
-        self._answered_s = -math.inf  # when the last outcome of any placement was received
+        self._answered_s = -math.inf  # time of the last outcome of any placement
         self._woken = asyncio.Event()
         self._arrived = asyncio.Event()  # a placement is pending: the fallback may have to place it
         self._task: asyncio.Task[None] | None = None

@@ -9,7 +9,7 @@ from typing import Final
 from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 
-_BATCH: Final = 2048  # of each kind in one message
+_BATCH: Final = 2048  # most entries of each kind in one message
 MAX_EXPLAINED: Final = 256  # the same of explanations
 
 
@@ -19,7 +19,7 @@ class SlotsMessage:
 
     demands: Sequence[SlotDemand] = ()
     returned: Sequence[SlotReturn] = ()
-    # By request; None: nothing is remembered.
+    # explanations by request; None: nothing is stored
     explained: Mapping[str, RowsExplanation | None] = field(default_factory=dict)
 
 
@@ -31,7 +31,7 @@ class OutgoingSlots:
         self._demands: dict[tuple[str, str], SlotDemand] = {}  # all with rows
         self._unsent: dict[tuple[str, str], SlotDemand] = {}
         self._returns: dict[tuple[str, str, str], SlotReturn] = {}
-        self._explained: dict[str, RowsExplanation | None] = {}  # by request
+        self._explained: dict[str, RowsExplanation | None] = {}  # explanations by request
 
     def __bool__(self) -> bool:
         return bool(self._unsent or self._returns or self._explained)

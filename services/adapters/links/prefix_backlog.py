@@ -9,8 +9,8 @@ from typing import Final
 
 from services.core.fleet import PoolSnapshot
 
-MAX_POOL_CHANGES: Final = 65536  # of one kind, of one pool, in one report
-MAX_REPORT_CHANGES: Final = 131_072  # of a whole report: 1 MiB on the wire
+MAX_POOL_CHANGES: Final = 65536  # most changes of one kind and pool in one report
+MAX_REPORT_CHANGES: Final = 131_072  # most changes of a whole report: 1 MiB on the wire
 MAX_KEPT: Final = 1_048_576
 
 

@@ -75,8 +75,8 @@ class ReporterSettings:
     tight_gap_s: float = 0.004
     # The same of a worker that runs rows only, with room for more.
     rows_gap_s: float = 0.1
-    # How long a change of an idle worker waits, so that the first tokens of a sequence go before the report
-    # of its start; where requests may wait for room, a change waits for nothing.
+    # How long a change of an idle worker waits, so that a sequence's first tokens go before the report of its
+    # start; where requests may wait for room, a change waits for nothing.
     lag_s: float = 0.003
     # The longest time without a report.
     beat_s: float = 1.0
@@ -84,7 +84,7 @@ class ReporterSettings:
     max_unanswered: int = 64
     # A leader that sends heartbeats but no answer for this long counts as unresponsive.
     answer_s: float = 4.0
-    # Between attempts to reach a leader.
+    # pauses between attempts to reach a leader
     backoff: Backoff = _BACKOFF
 
 
@@ -124,7 +124,7 @@ class Reporter:
         self._deltas = deltas if deltas is not None else DeltaKeeper()
         self._changed = asyncio.Event()
         self._answered = asyncio.Event()
-        self._unanswered_since_s = math.inf  # since when reports wait without any answer
+        self._unanswered_since_s = math.inf  # time since which reports wait without any answer
         self._unanswered_beats = 0
         self._task: asyncio.Task[None] | None = None
         self._refusals = 0

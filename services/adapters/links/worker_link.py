@@ -25,10 +25,10 @@ from services.rpc.methods import EXECUTE
 log = structlog.get_logger()
 
 MAX_WAITING_STARTS: Final = 4096
-MAX_MESSAGE_TOKENS: Final = 1_000_000  # of all starts in one message, unless it has only one start
+MAX_MESSAGE_TOKENS: Final = 1_000_000  # most tokens of the starts in one message, unless it has only one
 MAX_WAITING_ROWS: Final = 65536
 MAX_MESSAGE_ROWS: Final = 1024
-MAX_MESSAGE_ROW_BYTES: Final = 4 * 1024 * 1024  # of the inputs of all rows in one message
+MAX_MESSAGE_ROW_BYTES: Final = 4 * 1024 * 1024  # most input bytes of the rows in one message
 _Stream: TypeAlias = ClientStream[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 

@@ -1,4 +1,4 @@
-"""A quarantine in this process: of one gateway alone, and for tests."""
+"""A quarantine in this process, for a single gateway and for tests."""
 
 from __future__ import annotations
 

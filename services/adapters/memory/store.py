@@ -14,19 +14,19 @@ from typing import Final
 from services.adapters.commit_bounds import check_commit
 from services.ports.clock import Clock
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     Condition,
     ConditionFailed,
     Delete,
     Entry,
+    KeyChanged,
+    KeyRemoved,
     LeaseLost,
     Listing,
     ModRevisionIs,
     Operation,
     Put,
-    Removed,
     ValueIs,
     WatchBatch,
 )
@@ -44,7 +44,7 @@ class _Lease:
 @dataclass(frozen=True, slots=True)
 class _Commit:
     revision: int
-    events: tuple[Changed | Removed, ...]
+    events: tuple[KeyChanged | KeyRemoved, ...]
 
 
 class MemoryStore:
@@ -162,7 +162,7 @@ class MemoryStore:
     def _apply(self, operations: Sequence[Operation]) -> None:
         """Apply all operations as one revision; no new revision when nothing changes, as in etcd."""
         revision = self._revision + 1
-        events: list[Changed | Removed] = []
+        events: list[KeyChanged | KeyRemoved] = []
         for operation in operations:
             old = self._entries.get(operation.key)
             if old is not None and old.lease_id in self._leases:
@@ -173,10 +173,10 @@ class MemoryStore:
                 self._entries[entry.key] = entry
                 if entry.lease_id:
                     self._leases[entry.lease_id].keys.add(entry.key)
-                events.append(Changed(entry))
+                events.append(KeyChanged(entry))
             elif old is not None:
                 del self._entries[operation.key]
-                events.append(Removed(operation.key, revision))
+                events.append(KeyRemoved(operation.key, revision))
         if not events:
             return
         self._revision = revision
@@ -199,7 +199,7 @@ class MemoryStore:
         if lease is not None and lease.keys:
             self._apply([Delete(key) for key in sorted(lease.keys)])
 
-    def _events(self, prefix: str, after_revision: int) -> tuple[Changed | Removed, ...]:
+    def _events(self, prefix: str, after_revision: int) -> tuple[KeyChanged | KeyRemoved, ...]:
         newer = list(takewhile(lambda commit: commit.revision > after_revision, reversed(self._log)))
         return tuple(
             event for commit in reversed(newer) for event in commit.events if _key(event).startswith(prefix)
@@ -218,5 +218,5 @@ class MemoryStore:
                 await self._changed.wait()
 
 
-def _key(event: Changed | Removed) -> str:
-    return event.entry.key if isinstance(event, Changed) else event.key
+def _key(event: KeyChanged | KeyRemoved) -> str:
+    return event.entry.key if isinstance(event, KeyChanged) else event.key

@@ -41,7 +41,7 @@ T = TypeVar("T")
 Progress = Callable[[float], None]
 Chooser = Callable[[str], bool]
 
-_HEX_DIGITS: Final = 64  # of the version, at the beginning of a folder's name
+_HEX_DIGITS: Final = 64  # hex digits of the version at the beginning of a folder's name
 _STALE_PARTIALS: Final = 8
 RESERVE_BYTES: Final = 64 * 1024 * 1024
 _OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
@@ -96,7 +96,8 @@ class ModelFiles:
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
-        self._linked: dict[str, dict[int, int]] = {}  # by folder being fetched: sizes of its links, by inode
+        # sizes of links by inode, for each folder that is being fetched
+        self._linked: dict[str, dict[int, int]] = {}
         self._uses = 0
         self._opened = False
         self._room = asyncio.Lock()

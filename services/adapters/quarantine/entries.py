@@ -13,7 +13,8 @@ TTL_S: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class QuarantineLimits:
-    """``ttl_s``: how long an input is refused. Most entries: of one version, and of all."""
+    """``ttl_s`` is how long an input is refused. The other limits are the most entries of a version, and of
+    all."""
 
     ttl_s: int = TTL_S
     max_of_version: int = 256

@@ -17,7 +17,7 @@ from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Committed, Delete, Put, Store
 from services.runtime.fleet_state.informer import RecordView, Versioned
 
-_MAX_REMOVED: Final = 64  # by one addition: a commit is bounded
+_MAX_REMOVED: Final = 64  # most entries that one addition removes, since a commit is bounded
 
 
 class EntryView(RecordView[Quarantined], Protocol):

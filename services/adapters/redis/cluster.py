@@ -17,8 +17,8 @@ from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 
 _REDIRECTS: Final = 3
-_ASKED: Final = 4  # nodes that are asked for the map of slots
-_REFRESH_S: Final = 1.0  # between readings of the map after failures
+_MAP_NODES: Final = 4  # nodes that are asked for the map of slots
+_REFRESH_S: Final = 1.0  # interval of reading the map after failures
 T = TypeVar("T")
 
 
@@ -122,7 +122,7 @@ class ClusterScripts:
                 return
             self._read_s = self._clock.monotonic_s()
             known = dict.fromkeys([address for _, address in self._slots] + list(nodes_of(self._url)))
-            for address in list(known)[:_ASKED]:
+            for address in list(known)[:_MAP_NODES]:
                 try:
                     found = await read_slots(
                         node_url(self._url, address), self._password, self._timeout_s / 2

@@ -6,9 +6,9 @@ second the oldest file is sent; it no longer grows then, and is deleted when the
 it. Files of earlier lives are sent first, under their own sources. Damaged bytes are passed over; a torn end
 is what a crash leaves. Each event has its number with it, so that those behind damage keep theirs.
 
-What the ledger refuses for good is halved until the single event is found, which is set apart. Events at
-which the ledger itself fails again and again are found alike, but stay apart only if it takes another event
-after them. Else it is the ledger that is broken: they are sent again, behind the others.
+Events that the ledger refuses for good are halved until the single event is found, which is set aside. Events
+at which the ledger itself fails again and again are found the same way, but stay aside only if it takes
+another event after them. Else the ledger is broken, and they are sent again, behind the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FULL_RATIO: Final = 0.5
 SYNC_S: Final = 0.1
 SEND_S: Final = 1.0
 _RETRY_S: Final = 2.0
-_MOST_RETRY_S: Final = 60.0  # of a ledger that fails at everything
+_MOST_RETRY_S: Final = 60.0  # longest pause while the ledger fails at everything
 _LAST_SEND_S: Final = 3.0
 _FILE_EVENTS: Final = 2000  # below what one report may contain
 _REPORT_BYTES: Final = 4 * 1024**2  # well below what a message may have
@@ -64,8 +64,8 @@ class UsageReports(Protocol):
     async def report(
         self, source: str, first: int, events: Sequence[pb.UsageEvent], lost_until: int, apart: int
     ) -> int:
-        """Return the number up to which the source's events are durable. ``apart``: missing events up to
-        ``lost_until`` that the source has set apart or counted.
+        """Return the number up to which the source's events are durable. ``apart`` counts missing events up
+        to ``lost_until`` that the source has set aside or counted.
 
         Raises FairwayError, within a bounded time.
         """
@@ -222,7 +222,7 @@ class DiskOutbox:
         return sent
 
     async def _take_back(self) -> None:
-        """Queue what was set apart without a sign that it is the cause."""
+        """Queue what was set aside without a sign that it is the cause."""
         log.error("usage.ledger_fails", suspects=len(self._suspects))
         for name in self._suspects:
             try:
@@ -308,7 +308,7 @@ class DiskOutbox:
         self._to_send.set()
 
     async def _deliver_all(self, file: _File, events: Sequence[pb.UsageEvent]) -> bool:
-        """Return whether every event of the file is durable in the ledger, or set apart."""
+        """Return whether every event of the file is durable in the ledger, or set aside."""
         batch, batch_bytes = list[pb.UsageEvent](), 0
         for event in events:
             if event.number <= file.acknowledged or event.number in self._passed.get(file.source, ()):
@@ -380,7 +380,7 @@ class DiskOutbox:
         return is_again or len(self._suspects) < _MOST_SUSPECTS
 
     def _read(self, file: _File) -> list[pb.UsageEvent]:
-        """Return the whole events of a file. A copy of a damaged one is set apart. Raises OSError."""
+        """Return the whole events of a file. A copy of a damaged one is set aside. Raises OSError."""
         path = file.path
         try:
             data = path.read_bytes()

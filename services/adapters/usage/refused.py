@@ -1,6 +1,6 @@
 """Usage events that the ledger refused for good, and outbox files with damaged bytes, in a folder of files.
 
-They are set apart so that what waits behind them is sent. The next life of the process sends the events
+They are set aside so that what waits behind them is sent. The next life of the process sends the events
 again, each as a source of its own, because the ledger has passed over their numbers.
 """
 

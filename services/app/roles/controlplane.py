@@ -40,7 +40,7 @@ from services.controlplane.usage.servicer import UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
-from services.rpc.server import Service
+from services.rpc.server import RpcService
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.process.health import Check
 
@@ -87,17 +87,17 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("objective alerts", burning.run())
 
     server = environment.server(
-        Service(
+        RpcService(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
             ControlPlaneServicer(service, store, queues, usage, sums, require_current=keys.require_current),
         ),
-        Service(
+        RpcService(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
             UsageServicer(ledger, ListPrices(store)),
         ),
-        Service(
+        RpcService(
             slis_pb2.DESCRIPTOR.services_by_name["SliService"],
             slis_pb2_grpc.add_SliServiceServicer_to_server,
             SliServicer(slis),

@@ -83,7 +83,7 @@ from services.gateway.text.tokenise import PrefixNames
 from services.ports.poison.quarantine import Quarantined
 from services.ports.streams.message_stream import StreamClient
 from services.rpc.interceptors.arrival import arrival
-from services.rpc.server import Service
+from services.rpc.server import RpcService
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.objectives import ObjectiveIndex
@@ -170,14 +170,14 @@ def _rpc_services(
     received: Callable[[], Received],
     not_ready: Callable[[], str],
     heartbeat_s: float,
-) -> list[Service]:
+) -> list[RpcService]:
     return [
-        Service(
+        RpcService(
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
             inference_pb2_grpc.add_InferenceServiceServicer_to_server,
             InferenceServicer(service, rows, received, heartbeat_s=heartbeat_s),
         ),
-        Service(
+        RpcService(
             v2_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
             v2_pb2_grpc.add_GRPCInferenceServiceServicer_to_server,
             PredictServicer(rows, received, not_ready),
@@ -302,7 +302,7 @@ def _keyed_ports(
 
 
 def _usage_problem(settings: Settings, outbox: DiskOutbox) -> str:
-    """Return the outbox's problem and what it does to requests, else what is set apart; empty without any."""
+    """Return the outbox's problem and what it does to requests, else what is set aside; empty without any."""
     if not outbox.problem:
         return outbox.notice
     rejected = settings.outage_usage == "closed"

@@ -39,7 +39,7 @@ from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.identity import KeyDirectory
 
 _DAY_S: Final = 86_400.0
-_MAX_BATCHES: Final = 8  # at once
+_MAX_BATCHES: Final = 8  # most batches that run at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _ports(
 
 
 def status_of(batch: BatchRecord, batches: RecordView[BatchRecord]) -> BatchStatus:
-    """Return the status of a running batch: that of the view, once the view has it cancelled."""
+    """Return the status of a running batch; the view's counts once it is cancelled there."""
     held = batches.view.get(batch_key(batch.tenant, batch.batch_id))
     cancelled = held is not None and held.record.status is BatchStatus.CANCELLING
     return BatchStatus.CANCELLING if cancelled else batch.status
@@ -160,7 +160,8 @@ def _owner(
 
 
 def _open_blobs(environment: Environment) -> BlobStore:
-    """Return where parts are stored: apart from the registry's blobs, which are collected as garbage."""
+    """Return the store of parts. It is not the registry's, whose unreferenced blobs are collected as
+    garbage."""
     settings = environment.settings
     if settings.files_dir is None and settings.blob_store != "folder":
         url = settings.blob_store.rstrip("/") + "/files"

@@ -30,8 +30,8 @@ from services.runtime.reserve import Reserve
 log = structlog.get_logger()
 
 _REGISTER_S: Final = 5.0
-_CACHED_RESPONSES: Final = 10_000  # of a tenant
-_STORED_RESPONSES: Final = 1_000_000  # of a tenant
+_CACHED_RESPONSES: Final = 10_000  # most cached responses of a tenant
+_STORED_RESPONSES: Final = 1_000_000  # most stored responses of a tenant
 
 
 class GatewayQuotas:
@@ -138,7 +138,7 @@ def _open_records(
 
 
 def _closed_kinds(settings: Settings) -> list[LimitKind]:
-    """Return the kinds of limits that fail closed without Redis, beside budgets."""
+    """Return the kinds of limits that fail closed without Redis, besides budgets."""
     policies = {
         LimitKind.REQUESTS: settings.outage_requests,
         LimitKind.CONCURRENCY: settings.outage_concurrency,

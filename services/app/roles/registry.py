@@ -17,7 +17,7 @@ from services.gateway.text.check import TextProcessCheck
 from services.ports.blob_store import BlobStore
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
-from services.rpc.server import Service
+from services.rpc.server import RpcService
 
 
 def registry(environment: Environment) -> Role:
@@ -29,7 +29,7 @@ def registry(environment: Environment) -> Role:
         texts=TextProcessCheck(environment.clock, environment.supervisor),
     )
     server = environment.server(
-        Service(
+        RpcService(
             registry_pb2.DESCRIPTOR.services_by_name["RegistryService"],
             registry_pb2_grpc.add_RegistryServiceServicer_to_server,
             RegistryServicer(service),

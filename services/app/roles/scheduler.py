@@ -11,7 +11,7 @@ from fairway.v1 import (
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import leader_record, nothing, open_election
-from services.rpc.server import Service
+from services.rpc.server import RpcService
 from services.runtime.config import Settings, read_secret
 from services.runtime.process.health import Check
 from services.scheduler.fleet.worker import FleetLimits
@@ -53,7 +53,7 @@ def scheduler(environment: Environment) -> Role:
         environment.supervisor.spawn("scheduler", service.run(election))
 
     server = environment.server(
-        Service(
+        RpcService(
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"],
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
             SchedulerServicer(service, environment.clock, leader_id=me.leader_id),

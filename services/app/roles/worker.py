@@ -16,7 +16,7 @@ from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import open_directory, open_model_files
 from services.gateway.text.check import TextProcessCheck
 from services.ports.clock import Clock
-from services.rpc.server import Service
+from services.rpc.server import RpcService
 from services.runtime.config import Settings
 from services.runtime.process.folders import compile_folder
 from services.runtime.process.health import Check
@@ -75,7 +75,7 @@ def worker(environment: Environment) -> Role:
 
     identity = environment.identity()
     server = environment.server(
-        Service(
+        RpcService(
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
             WorkerServicer(host, agent, clock),

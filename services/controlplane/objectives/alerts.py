@@ -104,7 +104,7 @@ class ObjectiveAlerts:
         objective, now_s = stored.record, status.unix_s
         before = readable(entry, ObjectiveStatus) if entry is not None else None
         if before is not None and before.create_revision != stored.create_revision:
-            before = None  # of a deleted objective with this name
+            before = None  # It belongs to a deleted objective of the same name.
         events = transitions(objective, before, status)
         unchanged = before is not None and before.slis == status.slis
         if not events and (unchanged or (before is not None and now_s < before.unix_s + _REFRESH_S)):

@@ -1,7 +1,7 @@
 """The leading control plane's sums of what gateways measured, with a snapshot that outlives it.
 
 A report counts in memory at once. Every ``SNAPSHOT_S`` the whole is stored as one object under the next
-number, which must be free: of two leaders that continue from the same number, one finds it taken and loads
+number, which must be free: if two leaders continue from the same number, one finds it taken and loads
 again. A gateway forgets a report only when a snapshot contains it.
 """
 
@@ -43,7 +43,7 @@ class SnapshotTaken(Exception):
 
 @dataclass(slots=True)
 class _Term:
-    """The state of one leadership. ``durable``: by source, what the last snapshot contains."""
+    """The state of one leadership. ``durable`` has what the last snapshot contains, by source."""
 
     epoch: int
     book: SliBook

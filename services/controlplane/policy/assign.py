@@ -14,9 +14,9 @@ with memory.
 ``ServingTerms`` travel with an assignment: what its versions are probed with, and their ITL target. The
 target follows the objectives at once; the shapes stay those of the time when the version was assigned.
 
-For a deployment's change to another version, see ``update``. An arm of a split is planned like a deployment
-of its own, NAME@DIGEST, after all deployments: it evicts nothing, and runs beside the stable version, or in
-its place where the route goes worker by worker.
+``update`` describes a deployment's change to another version. An arm of a split is planned like a deployment
+of its own, NAME@DIGEST, after all deployments: it evicts nothing, and runs in addition to the stable version,
+or in its place where the route goes worker by worker.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def plan(
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
-    ``workers`` are the live ones. ``estimates``: the memory of versions that none has measured. ``engines``:
-    by version, what it computes: versions with the same share the memory of one. ``terms``: by deployment.
-    After the actions are applied, another plan writes nothing until a state changes. Higher priority is
-    placed first, then by name; no worker gets two replicas of one version.
+    ``workers`` are the live ones. ``estimates`` has the memory of versions that none has measured.
+    ``engines`` names what each version computes: versions with the same share the memory of one. ``terms``
+    are by deployment. After the actions are applied, another plan writes nothing until a state changes.
+    Higher priority is placed first, then by name; no worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]

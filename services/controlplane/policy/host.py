@@ -21,7 +21,7 @@ MAX_VERSIONS_PER_WORKER: Final = 16
 
 
 def arm_deployment(deployment: Deployment, arm: RouteArm) -> Deployment:
-    """Return the wish for an arm of a split beside its deployment, as a deployment NAME@DIGEST."""
+    """Return the wish for an arm of a split as a deployment NAME@DIGEST."""
     name = f"{deployment.meta.name}@{arm.version_digest}"
     meta, replicas = replace(deployment.meta, name=name), arm.replicas if deployment.replicas else 0
     return replace(deployment, meta=meta, version_digest=arm.version_digest, replicas=replicas)
@@ -127,8 +127,8 @@ def hosts_of(
 ) -> tuple[Host, ...]:
     """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
 
-    ``estimates``: the memory of versions that no worker has measured, by digest. ``engines``: what each
-    computes.
+    ``estimates`` has the memory of versions that no worker has measured, by digest. ``engines`` names what
+    each computes.
     """
     wanted = {(base_name(one.meta.name), one.version_digest): one.meta.name for one in deployments}
     names = {base_name(one.meta.name) for one in deployments}

@@ -33,7 +33,8 @@ def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
 class MemoryView:
     """The memory of one worker, with ``held`` assigned to it. ``needs`` is the result of ``needs_of``.
 
-    ``engines``: by version, what it computes; versions with the same share an engine, others have their own.
+    ``engines`` names what each version computes; versions with the same share an engine, others have their
+    own.
     """
 
     worker: Worker

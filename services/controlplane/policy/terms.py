@@ -1,4 +1,4 @@
-"""What versions of a model are served with, beside their settings. Pure."""
+"""What versions of a model are served with in addition to their settings. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The change of a deployment to another version, always with a version that serves.
 
-The new version is loaded beside the previous one. The previous version retires once the new one takes new
-requests (``Deployment.serving_digest``), and is removed from its worker when all requests accepted for it
+The new version is loaded while the previous one serves. The previous version retires once the new one takes
+new requests (``Deployment.serving_digest``), and is removed from its worker when all requests accepted for it
 have ended. Where no worker has memory for both, the previous version is removed from one worker at a time,
 and only while another worker serves the deployment. If none does, it stays: an update never ends the only
 version that serves.

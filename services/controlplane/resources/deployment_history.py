@@ -1,6 +1,6 @@
 """The earlier states of a deployment: each change stores one, in the transaction of the change.
 
-A state is a key of its own, named by the time of the change, so that concurrent changes of different
+A state has a key of its own, named by the time of the change, so that concurrent changes of different
 deployments, and retries of one, never conflict here.
 """
 

@@ -25,9 +25,9 @@ from services.ports.store import (
     Store,
 )
 from services.runtime.idempotent_writes import (
-    Answer,
     Answered,
     RequestLog,
+    WriteAnswer,
     WriteRequest,
     WriteSet,
     fingerprint_of,
@@ -106,7 +106,7 @@ class Nodes:
             CreateRevisionIs(WORKERS + name, 0),
             ModRevisionIs(NODES + name, view.mod_revision),
         ]
-        done = await self._requests.commit(WriteSet(conditions, deletions), request, Answer())
+        done = await self._requests.commit(WriteSet(conditions, deletions), request, WriteAnswer())
         if not isinstance(done, Committed) and await self._requests.answered(request) is None:
             raise Conflict(f"node {name} changed meanwhile; try again", name=name)
         log.info("node.deleted", node=name)
@@ -121,7 +121,7 @@ class Nodes:
             node = change.apply(view.node)
             data = dump(node)
             write = WriteSet([ModRevisionIs(NODES + name, view.mod_revision)], [Put(NODES + name, data)])
-            if isinstance(await self._requests.commit(write, request, Answer(data)), Committed):
+            if isinstance(await self._requests.commit(write, request, WriteAnswer(data)), Committed):
                 log.info("node.updated", node=name, cordoned=node.cordoned, draining=node.draining)
                 return await self.get(name)
         raise Conflict(f"node {name} is being changed by others; try again", name=name)

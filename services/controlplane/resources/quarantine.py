@@ -11,7 +11,7 @@ from services.core.records import QUARANTINE, quarantine_key
 from services.ports.clock import Clock
 from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Committed, Delete, ModRevisionIs, Store
-from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
+from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 
 log = structlog.get_logger()
 
@@ -53,7 +53,7 @@ class QuarantinedInputs:
                 fingerprint=fingerprint,
             )
         write = WriteSet([ModRevisionIs(key, entry.mod_revision)], [Delete(key)])
-        done = await self._requests.commit(write, request, Answer())
+        done = await self._requests.commit(write, request, WriteAnswer())
         if not isinstance(done, Committed) and await self._requests.answered(request) is None:
             raise Conflict(f"the input {fingerprint} is being changed; try again", fingerprint=fingerprint)
         log.info("quarantine.lifted", version_digest=version_digest, fingerprint=fingerprint)

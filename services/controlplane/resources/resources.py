@@ -17,7 +17,7 @@ from services.core.paging import page_of
 from services.core.records import ApiKey, Budget, Deployment, Objective, Tenant, dump, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.runtime.idempotent_writes import Answer, RequestLog, WriteRequest, WriteSet, fingerprint_of
+from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 
 _TRIES: Final = 5
 
@@ -52,7 +52,7 @@ class Resources(Generic[R]):
         self._clock = clock
         self._prefix = prefix
         self._kind: type[R] = kind
-        self._noun = kind.__name__.lower()  # for messages
+        self._noun = kind.__name__.lower()  # the kind's name in messages
 
     def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
         """Return a request of this kind; ``content`` is the caller's input, without generated values."""
@@ -88,7 +88,7 @@ class Resources(Generic[R]):
         write = WriteSet(
             [ModRevisionIs(key, 0), *together.conditions], [Put(key, data), *together.operations]
         )
-        done = await self._requests.commit(write, request, Answer(data, sealed=sealed))
+        done = await self._requests.commit(write, request, WriteAnswer(data, sealed=sealed))
         if isinstance(done, Committed):
             return Stored(record, done.revision, done.revision)
         if (found := await self.replayed(request)) is not None:
@@ -149,7 +149,7 @@ class Resources(Generic[R]):
                 [ModRevisionIs(key, old.mod_revision), *together.conditions],
                 [Put(key, data), *together.operations],
             )
-            done = await self._requests.commit(write, request, Answer(data, old.create_revision, sealed))
+            done = await self._requests.commit(write, request, WriteAnswer(data, old.create_revision, sealed))
             if isinstance(done, Committed):
                 return Stored(record, old.create_revision, done.revision)
         raise Conflict(f"{self._noun} {name} is being changed by others; try again", name=name)
@@ -164,7 +164,7 @@ class Resources(Generic[R]):
         self._require_etag(old, etag)
         conditions = [ModRevisionIs(self.key(name), old.mod_revision), *together.conditions]
         write = WriteSet(conditions, [Delete(self.key(name)), *together.operations])
-        done = await self._requests.commit(write, request, Answer())
+        done = await self._requests.commit(write, request, WriteAnswer())
         if not isinstance(done, Committed) and await self._requests.answered(request) is None:
             raise Conflict(f"{self._noun} {name} changed meanwhile; try again", name=name)
 

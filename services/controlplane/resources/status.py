@@ -1,4 +1,4 @@
-"""The status of deployments and nodes: the operator's settings beside the fleet's state."""
+"""The status of deployments and nodes: the operator's settings compared with the fleet's state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.controlplane.fleet import Fleet, Replica, Snapshot, readable, replicas_of
+from services.controlplane.fleet import Fleet, FleetSnapshot, Replica, readable, replicas_of
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.resources.resources import Stored
 from services.core.errors import DoesNotFit
@@ -25,7 +25,8 @@ from services.core.records import (
 )
 
 MAX_MESSAGE_CHARS: Final = 1024
-_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)  # whose message is about limited service
+# states whose message may be about limited service
+_EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
 
 
 def deployment_view(
-    stored: Stored[Deployment], snapshot: Snapshot, unplaced: Mapping[str, Unplaced]
+    stored: Stored[Deployment], snapshot: FleetSnapshot, unplaced: Mapping[str, Unplaced]
 ) -> DeploymentView:
     """Join a deployment with its replicas, and with the planner's reason for those it cannot place."""
     name = stored.record.meta.name
@@ -151,7 +152,7 @@ def unplaced_message(unplaced: Unplaced) -> str:
     return f"no worker for {unplaced.missing} replicas: {words or 'there is none'}"
 
 
-def node_names(snapshot: Snapshot) -> list[str]:
+def node_names(snapshot: FleetSnapshot) -> list[str]:
     """Return every worker that is live, has operator settings or has an assignment."""
     return sorted(
         {
@@ -162,7 +163,7 @@ def node_names(snapshot: Snapshot) -> list[str]:
     )
 
 
-def node_view(name: str, snapshot: Snapshot, unplaced: Mapping[str, Unplaced]) -> NodeView | None:
+def node_view(name: str, snapshot: FleetSnapshot, unplaced: Mapping[str, Unplaced]) -> NodeView | None:
     """Return a node as of the snapshot, None for an unknown node.
 
     Unreadable records are ignored.
@@ -219,7 +220,7 @@ def _room_for(name: str, assigned: Assignment, fleet: Fleet) -> str:
     )
 
 
-def _tag_digest(deployment: Deployment, snapshot: Snapshot) -> str:
+def _tag_digest(deployment: Deployment, snapshot: FleetSnapshot) -> str:
     if is_digest(deployment.version):
         return ""
     entry = snapshot.entries.get(tag_key(deployment.model, deployment.version))

@@ -53,19 +53,19 @@ from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
 
-ROUND_S: Final = 0.25  # between two rounds while a rollout is open
+ROUND_S: Final = 0.25  # interval of rounds while a rollout is open
 IDLE_S: Final = 5.0
 _RETRY_S: Final = 0.5
 # An alert that pages also rolls back.
 _PAGING: Final = frozenset({BurnAlert.FAST, BurnAlert.ACUTE})
 _LARGEST: Final = 1e6
 _EQUAL_LOAD: Final = (1 / MOST_LOAD_RATIO, MOST_LOAD_RATIO)
-# Copies are batched in another class and at other moments than the requests that they are compared with:
-# of one version, they took 0.6 to 0.8 of the device time on two cores.
+# Copies are batched in another class and at other moments than the requests that they are compared with.
+# Measured on two cores, copies of one version took 0.6 to 0.8 of the device time of its requests.
 _OF_COPIES: Final = {GateMetric.COST: MetricBounds(2.0, 3.0)}
 _LATENCIES: Final = (GateMetric.TTFT_P95, GateMetric.ITL_P95)
 _JUDGED: Final = frozenset({RolloutPhase.RUNNING, RolloutPhase.SOAKING})
-_MESSAGE_S: Final = 2.0  # between two writes of a message alone
+_MESSAGE_S: Final = 2.0  # interval of writes that change only a message
 # A new leader has the sums since the last snapshot only once the gateways have sent them again.
 _COMPLETE_S: Final = 15.0
 
@@ -108,7 +108,7 @@ class RolloutController:
         self._leader_key = leader_key
         self._clock = clock
         self._slis = slis
-        self._message_s: dict[str, float] = {}  # when a message was written, of the open rollouts
+        self._message_s: dict[str, float] = {}  # time of the last message of each open rollout
 
     async def run(self) -> None:
         """Make a round on each change, and every ``ROUND_S`` while a rollout is open, until cancelled."""
@@ -228,7 +228,7 @@ class RolloutController:
 def judged(
     rollout: Rollout, route: ModelRoute, windows: Mapping[str, ArmWindow], *, lasted_ratio: float = 1.0
 ) -> dict[str, GateReport]:
-    """Return the gate of each candidate. ``windows``: what was measured in the step, by version digest.
+    """Return the gate of each candidate. ``windows`` has what was measured in the step, by version digest.
 
     ``lasted_ratio``: how long the stable version was measured, over how long the candidates were.
     """
@@ -262,10 +262,10 @@ def _finite(value: float) -> float:
 
 
 def gate_plan(rollout: Rollout, load: float) -> GatePlan:
-    """Return how an arm is compared in the present step. ``load``: of its replica over a stable one's.
+    """Return how an arm is compared in the present step. ``load`` is its replica's over a stable one's.
 
     With less load, whole engine steps are compared instead of shares of them: smaller batches have larger
-    shares. What more load makes worse does not count, nor do the latencies of copies: they run in another
+    shares. What more load makes worse does not count. Nor do the latencies of copies, which run in another
     class than the requests that they are compared with.
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)

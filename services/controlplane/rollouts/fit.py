@@ -1,11 +1,11 @@
-"""Whether a rollout's versions fit beside what serves, worked out before it starts. Pure.
+"""Whether a rollout's versions fit together with what serves, worked out before it starts. Pure.
 
 The placement planner plans the rollout's largest route. A version that no worker has loaded yet is taken to
 need its files' size, and as much working memory and KV as the stable version at least. One that computes the
-same as the stable version needs nothing beside that.
+same as the stable version needs no more memory than that.
 
-Where a canary does not fit beside the stable version, it may still fit in its place: then the rollout goes
-worker by worker.
+Where a canary does not fit together with the stable version, it may still fit in its place: then the rollout
+goes worker by worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.core.rollouts.routes import WHOLE_BP, RevisedRoute, RouteArm
 
 @dataclass(frozen=True, slots=True)
 class ArmFit:
-    """How an arm fits beside what serves."""
+    """How an arm fits together with what serves."""
 
     name: str
     version_digest: str
@@ -43,7 +43,8 @@ class ArmFit:
 def fit_of(
     rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
 ) -> tuple[ArmFit, ...]:
-    """Return how the candidates fit beside the stable version. ``sizes``: of their files, by digest."""
+    """Return how the candidates fit together with the stable version. ``sizes`` are their files', by
+    digest."""
     estimates = _estimates(deployment, fleet, sizes)
     route = route_of(replace(rollout, phase=RolloutPhase.LOADING), deployment.replicas)
     assert route is not None, "a rollout that loads has a route"

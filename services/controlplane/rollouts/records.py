@@ -65,7 +65,8 @@ class RolloutStep:
 
 @dataclass(frozen=True, slots=True)
 class RolloutArm:
-    """A candidate: ``version`` as the operator named it. ``weight_bp``: of an A/B test."""
+    """A candidate. ``version`` is what the operator named; ``weight_bp`` is the arm's weight in an A/B
+    test."""
 
     name: str
     version: str

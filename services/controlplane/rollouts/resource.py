@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.fleet import Fleet, Snapshot, read_snapshot
+from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot
 from services.controlplane.resources.deployments import pinned_version
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.check import check_by_worker, check_rollout, with_defaults
@@ -52,7 +52,7 @@ _TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class RolloutView:
-    """A rollout beside what the fleet reports. ``fits``: of a start that is only planned."""
+    """A rollout and what the fleet reports of it. ``fits`` is set for a start that is only planned."""
 
     stored: Stored[Rollout]
     facts: RolloutFacts
@@ -259,11 +259,11 @@ def _instead(after: Rollout, _before: Rollout) -> Rollout:
     return after
 
 
-def _facts(rollout: Rollout, deployment: Deployment, snapshot: Snapshot) -> RolloutFacts:
+def _facts(rollout: Rollout, deployment: Deployment, snapshot: FleetSnapshot) -> RolloutFacts:
     return facts_of(rollout, deployment.replicas, snapshot.fleet.workers, {}, {})
 
 
-def _context_of(snapshot: Snapshot, name: str) -> RolloutContext:
+def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     entry = snapshot.entries.get(DEPLOYMENTS + name)
     if entry is None:
         raise FailedPrecondition(f"there is no deployment {name}", name=name)
@@ -274,7 +274,7 @@ def _context_of(snapshot: Snapshot, name: str) -> RolloutContext:
     return RolloutContext(deployment, entry.mod_revision, load(routed.value, ModelRoute), routed.mod_revision)
 
 
-def _require_calm(snapshot: Snapshot, context: RolloutContext) -> None:
+def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
     """Return while neither a rollout nor an update of the deployment is under way."""
     deployment = context.deployment
     name = deployment.meta.name
@@ -297,7 +297,7 @@ def _require_calm(snapshot: Snapshot, context: RolloutContext) -> None:
 def _fitted(
     rollout: Rollout, deployment: Deployment, fleet: Fleet, sizes: Mapping[str, int]
 ) -> tuple[Rollout, tuple[ArmFit, ...]]:
-    """Return the rollout as it will go, beside the stable version or worker by worker, and how it fits.
+    """Return the rollout as it will go, with both versions at once or worker by worker, and how it fits.
 
     What does not fit in either way is returned as it was, with the reason as its message. Raises
     FailedPrecondition where an operator wants it worker by worker and it cannot go so.

@@ -45,8 +45,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[T]):
-    """An object that was read. ``damage``: what of it was left out, and why; empty: nothing. ``lost``: events
-    of a segment that were left out; None: nothing that was read has their number."""
+    """An object that was read. ``damage`` states what was left out and why; empty: nothing. ``lost`` counts
+    events of a segment that were left out; None: nothing that was read has their number."""
 
     value: T
     damage: str = ""

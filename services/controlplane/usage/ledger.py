@@ -38,7 +38,7 @@ CHECKPOINT_S: Final = 600.0
 MAX_QUEUED_EVENTS: Final = 200_000
 _SEGMENT_EVENTS: Final = 20_000
 _COLLECT_S: Final = 0.1
-_SEGMENT_EACH_S: Final = 1.0  # at most one object per second
+_SEGMENT_EACH_S: Final = 1.0  # interval of segments: at most one object per second
 _RETRY_S: Final = 0.5
 _MOST_RETRY_S: Final = 5.0
 _WARM_HOURS: Final = 48  # kept in memory
@@ -115,7 +115,8 @@ class UsageLedger:
         return len(self._term.book.requests.waiting) if self._term is not None else 0
 
     def problem(self) -> str:
-        """Return why the ledger that this process is to lead cannot be read, or what of it is set apart."""
+        """Return why the ledger that this process is to lead cannot be read, or which damage was set
+        aside."""
         if self._failure and self._leadership.epoch is not None:
             return f"the usage ledger cannot be read: {self._failure}"
         if not self._log.damaged:
@@ -124,7 +125,7 @@ class UsageLedger:
 
     @property
     def damaged(self) -> int:
-        """Objects of the ledger's store that are set apart because of damage."""
+        """Objects of the ledger's store that are set aside because of damage."""
         return len(self._log.damaged)
 
     async def report(self, report: UsageReport) -> int:
@@ -297,7 +298,7 @@ class UsageLedger:
     # --- queries -----------------------------------------------------------------------------------
 
     async def _lines_of(self, hour: int) -> Lines:
-        """Return the lines of an hour: of its object, of an unfinished checkpoint, and of later segments."""
+        """Return the lines of an hour from its object, an unfinished checkpoint, and later segments."""
         for _ in range(_TRIES):
             term = self._leading()
             through = term.book.hours.get(hour)

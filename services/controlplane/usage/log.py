@@ -1,6 +1,6 @@
 """The ledger's log in its store: numbered segments, checkpoints, and one object per hour.
 
-The next number is the fence: a segment is created under a name that must be free, so of two writers that
+The next number is the fence: a segment is created under a name that must be free, so if two writers
 continue from the same number one finds the name taken, and stops. No lock and no clock is needed for that.
 
 A checkpoint contains the state up to a segment; the sums up to it are in the objects of the hours that it
@@ -10,8 +10,8 @@ writer acknowledges a segment only if it saw no foreign checkpoint within the la
 much shorter.
 
 An object with damage, or with events that no sender can have measured, is copied to ``damaged/`` before what
-can be read of it is used. Of a damaged checkpoint nothing is used while the one before it is there: the
-segments behind that are, too.
+can be read of it is used. A damaged checkpoint is not used while the one before it is there, because the
+segments after that one are there too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Superseded(Exception):
 
 
 class UsageLog:
-    """Reads and continues the log. One task appends; another may write checkpoints beside it."""
+    """Reads and continues the log. One task appends; another may write checkpoints at the same time."""
 
     def __init__(self, store: LedgerStore, clock: Clock) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class UsageLog:
         self._checkpoint = ""  # name of the newest that was loaded or written
         self._own = ""  # name of the newest that was loaded, or that this process began to write
         self._verified_s = 0.0
-        self._covered_s = 0.0  # when the newest checkpoint was loaded or written
+        self._covered_s = 0.0  # time at which the newest checkpoint was loaded or written
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
         self._found: set[str] = set()  # names of those that this process made
         self._counted: set[str] = set()  # names of those whose lost events are counted

@@ -25,7 +25,8 @@ from services.ports.clock import Clock
 log = structlog.get_logger()
 
 UNMATCHED_S: Final = 30.0
-LAPSES_WITHIN_S: Final = 600.0  # after the last report; longer than any lease
+# time after the last report in which a lapse may follow; longer than any lease
+LAPSES_WITHIN_S: Final = 600.0
 _EACH_S: Final = 5.0
 _AT_ONCE: Final = 1000
 

@@ -21,7 +21,7 @@ class LedgerTelemetry:
         damaged: Callable[[], int] = lambda: 0,
     ) -> None:
         """``waiting`` returns how many requests only workers have reported, ``damaged`` how many objects are
-        set apart."""
+        set aside."""
         metrics = metrics if metrics is not None else Metrics()
         self._tenants, self._models = metrics.tenants, metrics.models
         self._requests = metrics.counter(

@@ -13,14 +13,14 @@ from services.core import faults
 from services.core.generation import StageClock, Usage
 from services.core.records import Priority
 
-MAX_SLOW: Final = 32  # of one gateway between two reports
+MAX_SLOW: Final = 32  # most slow requests of one gateway between two reports
 MAX_FAILED: Final = 32
 MAX_FAILED_OF_TENANT: Final = 8
-MAX_KEPT: Final = 4096  # in the leading control plane, the newest ones
+MAX_KEPT: Final = 4096  # most requests in the leading control plane, the newest ones
 
 
 class FinishedRequest(Struct, frozen=True, gc=False):
-    """``reason``: of its error, FINISHED for none. ``version_digest``: empty before one was chosen."""
+    """``reason`` is its error's, FINISHED for none. ``version_digest`` is empty before one was chosen."""
 
     request_id: str
     face: str

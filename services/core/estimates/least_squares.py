@@ -22,7 +22,7 @@ class NormalEquations:
 
     xx: list[float]
     xy: list[float]
-    keep_ratio: float  # of the earlier samples' weight, per sample
+    keep_ratio: float  # part of the earlier samples' weight that each sample leaves
     yy: float = 0.0
 
     @staticmethod
@@ -59,7 +59,8 @@ class Solution:
 def non_negative(equations: Sequence[NormalEquations]) -> Solution:
     """Return the non-negative least squares solution over the sum of the equations, at least one.
 
-    Every subset of the unknowns is tried, so that the minimum is exact: for about five unknowns at most.
+    Every subset of the unknowns is tried, so that the minimum is exact; this suits about five unknowns at
+    most.
     """
     xx = [sum(column) for column in zip(*(each.xx for each in equations), strict=True)]
     xy = [sum(column) for column in zip(*(each.xy for each in equations), strict=True)]

@@ -32,14 +32,14 @@ class SamplingKind(StrEnum):
 
 
 class RequestShape(Struct, frozen=True, gc=False):
-    """``input_tokens``: of the prompt, or of a row, or tiles of an image; 0: rows have no length."""
+    """``input_tokens`` is the length of the prompt or row, or an image's tiles; 0: rows have no length."""
 
     input_tokens: int
     output_tokens: int
     sampling: SamplingKind
 
 
-# For a version without traffic so far.
+# shapes that are assumed for a version without traffic so far
 DEFAULT_SHAPES: Final = (
     RequestShape(256, 8, SamplingKind.SAMPLED),
     RequestShape(32, 16, SamplingKind.GREEDY),

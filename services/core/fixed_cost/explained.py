@@ -7,7 +7,7 @@ from msgspec import Struct
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.records import Priority
 
-MAX_TRIPS = 16  # in one explanation
+MAX_TRIPS = 16  # most trips in one explanation
 
 
 class RowTrip(Struct, frozen=True):
@@ -15,12 +15,12 @@ class RowTrip(Struct, frozen=True):
 
     row: int
     worker_id: str
-    epoch: int  # of the leader whose lease it had; 0: without a leader
+    epoch: int  # epoch of the leader whose lease it had; 0: without a leader
     lease_number: int
     lease_slots: int
-    slot_wait_s: float  # at the gateway
-    stay_s: float  # from the slot until the gateway received the end
-    batch_wait_s: float = 0.0  # on the worker
+    slot_wait_s: float  # wait for a slot at the gateway
+    stay_s: float  # time from the slot until the gateway received the end
+    batch_wait_s: float = 0.0  # wait for a batch on the worker
     batch_rows: int = 0
     batch_cause: str = ""
     window: BatchWindow | None = None
@@ -28,7 +28,7 @@ class RowTrip(Struct, frozen=True):
 
 
 class RowsExplanation(Struct, frozen=True):
-    """How a gateway ran the rows of one request. ``trips``: of its first rows."""
+    """How a gateway ran the rows of one request. ``trips`` has the first rows."""
 
     tenant: str
     model: str
@@ -39,4 +39,4 @@ class RowsExplanation(Struct, frozen=True):
     took_s: float
     trips: tuple[RowTrip, ...] = ()
     gateway_id: str = ""
-    target_s: float = 0.0  # by the objective of its model and class; 0: none
+    target_s: float = 0.0  # latency target by the objective of its model and class; 0: none

@@ -15,7 +15,7 @@ class RawTensor(Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a row, without the batch dimension. ``data``: row-major, little-endian."""
 
     name: str
-    datatype: str  # of the public inference protocol v2
+    datatype: str  # a data type of the public inference protocol v2
     shape: tuple[int, ...]
     data: bytes
 
@@ -30,12 +30,13 @@ class RowSpec(Struct, frozen=True):
     inputs: tuple[RawTensor, ...]
     priority: Priority
     route_revision: int = 0
-    incarnation: int = 0  # of the worker that the lease was for
-    epoch: int = 0  # of the leader that gave the lease; 0: placed while no leader answered
-    time_left_s: float = 0.0  # until the client's deadline; 0: none
+    incarnation: int = 0  # incarnation of the worker that the lease was for
+    epoch: int = 0  # epoch of the leader that gave the lease; 0: placed while no leader answered
+    time_left_s: float = 0.0  # time until the client's deadline; 0: none
     traceparent: str = ""
-    transport_s: float = 0.0  # of 99 of 100 rows, there and back, as the gateway observed; 0: unknown
-    target_s: float = 0.0  # from the request's receipt to the answer, by the class's objective; 0: none
+    transport_s: float = 0.0  # time there and back of 99 of 100 rows, as the gateway observed; 0: unknown
+    # target from the request's receipt to the answer, by the class's objective; 0: none
+    target_s: float = 0.0
     waited_s: float = 0.0  # how much of the target had passed when the row was sent
 
 
@@ -48,8 +49,8 @@ class BatchWindow(Struct, frozen=True, gc=False):
     compute_s: float  # the quantile at the size that it would have reached
     transport_s: float
     reached_rows: int
-    rate_per_s: float  # of open arrivals
-    returning_rows: float  # on their way back from clients that wait for answers
+    rate_per_s: float  # rate of open arrivals
+    returning_rows: float  # rows on their way back from clients that wait for answers
     target_s: float = 0.0  # the latency target of the row due first
 
 
@@ -60,11 +61,11 @@ class RowEnd(Struct, frozen=True):
     error: FairwayError | None = None
     lost: bool = False  # it may run once more, on another worker
     device_s: float = 0.0  # its share of the batches that it ran in
-    wait_s: float = 0.0  # until its batch started
-    batch_rows: int = 0  # of the batch that answered it
+    wait_s: float = 0.0  # wait until its batch started
+    batch_rows: int = 0  # size of the batch that answered it
     batch_cause: str = ""  # why that batch started
-    window: BatchWindow | None = None  # of that batch, with the first row of a request in it
-    stay_s: float = 0.0  # on the worker; 0: unknown
+    window: BatchWindow | None = None  # window of that batch, for the first row of a request in it
+    stay_s: float = 0.0  # time on the worker; 0: unknown
 
 
 class RowsRequest(Struct, frozen=True):
@@ -78,7 +79,7 @@ class RowsRequest(Struct, frozen=True):
     priority: Priority
     route_revision: int = 0
     tenant_weight: float = 1.0
-    deadline_s: float = float("inf")  # on the injected clock
+    deadline_s: float = float("inf")  # deadline on the injected clock
     traceparent: str = ""
-    target_s: float = 0.0  # from its receipt to its answer, by the class's objective; 0: none
-    received_s: float = 0.0  # on the injected clock; the target counts from it
+    target_s: float = 0.0  # target from its receipt to its answer, by the class's objective; 0: none
+    received_s: float = 0.0  # receipt on the injected clock; the target counts from it

@@ -19,16 +19,16 @@ class Signature:
     operation: Operation
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    max_tokens: int = 0  # of a row, or tiles of an image; 0: rows have no length
+    max_tokens: int = 0  # longest row in tokens, or largest image in tiles; 0: rows have no length
     vocab_size: int = 0
-    # Of an embedding: whether it has length 1, and the sizes that it may be cut to.
+    # whether an embedding has length 1; the next two fields say to what sizes it may be cut
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
     lowercase: bool = False  # texts are lowercased before their tokenizer
     score: Score = "sigmoid"  # how a score is made of a logit
     classes: Classes = NO_CLASSES  # the labels of a model that classifies
-    # Of a decoder: rows are sequences that end with their prefill.
+    # whether rows are sequences of a decoder that end with their prefill
     by_prefill: bool = False
 
     @property

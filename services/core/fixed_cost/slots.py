@@ -13,7 +13,7 @@ REPEAT_S: Final = DEMAND_TTL_S / 3
 
 @dataclass(frozen=True, slots=True)
 class SlotDemand:
-    """Rows that one tenant has at one gateway, waiting or sent. ``priority``: of the most urgent one."""
+    """Rows that one tenant has at one gateway, waiting or sent. ``priority`` is the most urgent row's."""
 
     digest: str
     tenant: str
@@ -29,7 +29,7 @@ class SlotLease:
     worker, version and tenant."""
 
     worker_id: str
-    # Of its gRPC server.
+    # address of its gRPC server
     address: str
     # Life of the worker that it is for.
     incarnation: int
@@ -40,7 +40,7 @@ class SlotLease:
     tenant: str
     # Rows that may be in flight; 0: taken back.
     slots: int
-    # From receipt.
+    # lifetime from receipt
     ttl_s: float
     # Another for every change of its slots; a renewal has the same.
     number: int = 0

@@ -11,7 +11,8 @@ MAX_NAME_CHARS: Final = 64
 
 
 def name_for_model(name: str) -> str:
-    """Return the name by which a model calls a tool: of a long one its beginning and half of its SHA-256."""
+    """Return the name by which a model calls a tool; a long one keeps its beginning and half of its
+    SHA-256."""
     if len(name) <= MAX_NAME_CHARS:
         return name
     return f"{name[:31]}_{hashlib.sha256(name.encode()).hexdigest()[:32]}"
@@ -35,7 +36,7 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which calls an output may have. ``names``: of the tools that may be called; empty: each may be.
+    """Which calls an output may have. ``names`` are the tools that may be called; empty: each may be.
 
     ``single``: at most one call.
     """

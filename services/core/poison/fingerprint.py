@@ -1,7 +1,7 @@
 """Fingerprint of what a request computes, keyed by a secret of the installation.
 
-Of a generation it covers the prompt and how its tokens are sampled. It leaves out what changes when a client
-sends the same input again: the seed, and the limits of the output. Of a row it covers the tensors.
+A generation's covers the prompt and how its tokens are sampled. It leaves out what changes when a client
+sends the same input again: the seed, and the limits of the output. A row's covers the tensors.
 """
 
 from __future__ import annotations

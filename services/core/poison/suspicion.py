@@ -1,7 +1,7 @@
 """Which lost run makes a request a suspect, and when a suspect is condemned. Pure.
 
 A process that computes several requests at a time announces the members of each step before it runs it. After
-a crash, the members of the step are *suspects*: they run apart from then on, each in steps of its own. A
+a crash, the members of the step are *suspects*: from then on each runs in steps of its own. A
 request that dies in a step of its own is the cause; after ``FATAL_FAULTS`` such deaths it is condemned. Two
 deaths, in two processes, because a device that fails once may fail in any step.
 
@@ -31,7 +31,7 @@ _WHOLE: Final = 1 << 20
 
 
 class LossCause(StrEnum):
-    """What ended the process: a fault of its own, or something that its steps need not have caused."""
+    """What ended the process: a fault that its steps caused, or something that they need not have caused."""
 
     OUTSIDE = "outside"
     FAULT = "fault"
@@ -55,11 +55,11 @@ class Suspicion:
     shared_kills: int = 0
     lone_kills: int = 0
     lost: int = 0  # kills, hangs and lost workers, without the lone kills
-    crashes: int = 0  # of shared steps, and of steps of others
+    crashes: int = 0  # crashes of shared steps, and of steps of others
 
     @property
     def trial_tokens(self) -> int:
-        """How many tokens its next run produces apart; 0: it is no suspect."""
+        """How many tokens its next run produces in steps of its own; 0: it is no suspect."""
         times = self.shared_faults + max(0, self.shared_kills - OUTSIDE_LOSSES + 1)
         if self.lone_faults or self.lone_kills:
             times = max(times, 1)
@@ -69,8 +69,8 @@ class Suspicion:
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """Run it again, apart if it is a suspect."""
+class Rerun:
+    """Run it again; a suspect runs in steps of its own."""
 
     suspicion: Suspicion
 
@@ -89,7 +89,7 @@ class LostTooOften:
     losses: int
 
 
-Verdict = Retry | Condemned | LostTooOften
+Verdict = Rerun | Condemned | LostTooOften
 
 
 def judge(suspicion: Suspicion, cause: LossCause, role: StepRole, *, others_killed: bool) -> Verdict:
@@ -102,7 +102,7 @@ def judge(suspicion: Suspicion, cause: LossCause, role: StepRole, *, others_kill
         return Condemned(found.lone_faults + found.lone_kills)
     if found.lost >= MAX_LOSSES or found.crashes >= MAX_CRASHES:
         return LostTooOften(found.lost + found.crashes + found.lone_faults)
-    return Retry(found)
+    return Rerun(found)
 
 
 def _counted(before: Suspicion, cause: LossCause, role: StepRole, *, others_killed: bool) -> Suspicion:

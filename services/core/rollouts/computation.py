@@ -1,4 +1,4 @@
-"""What of a version its engine computes with: versions that agree in it can be served by one engine.
+"""What an engine computes with of a version: versions that agree in it can be served by one engine.
 
 A gateway applies chat template, sampling defaults and safety policy; an engine reads none of them, except
 for the end-of-sequence ids among the sampling defaults and the tokens declared beside tokenizer.json. A file
@@ -63,7 +63,7 @@ def _declared(contents: Mapping[str, bytes]) -> str:
 
 def _eos_of(generation_config: bytes) -> object:
     """Return the end-of-sequence ids, in one order; for what is no such file its digest."""
-    if not generation_config:  # those of config.json, which counts as a file
+    if not generation_config:  # The ids are those of config.json, which counts as a file.
         return None
     try:
         found = msgspec.json.decode(generation_config, type=dict[str, msgspec.Raw]).get("eos_token_id")

@@ -209,7 +209,7 @@ def _pinned(route: ModelRoute, caller: SplitCaller) -> RouteArm | PinRefused:
 def _is_balanced(route: ModelRoute, caller: SplitCaller) -> bool:
     """Whether a session counts so that each class has the same share of both arms' sessions.
 
-    Of a class that is capped, fewer sessions of the stable arm count. Between several capped arms no choice
+    If a class is capped, fewer sessions of the stable arm count. Between several capped arms no choice
     of sessions does that, and none counts.
     """
     weight_bp = sum(arm.weight_bp for arm in route.arms[1:])
@@ -219,7 +219,7 @@ def _is_balanced(route: ModelRoute, caller: SplitCaller) -> bool:
     if len(route.arms) > 2:
         return False
     point = point_of(route.salt, caller.tenant, caller.session_key)
-    counted_bp = cap_bp * (WHOLE_BP - weight_bp) // weight_bp  # of the stable arm's
+    counted_bp = cap_bp * (WHOLE_BP - weight_bp) // weight_bp  # part of the stable arm's sessions that counts
     return point < _bound(cap_bp) or point >= _bound(WHOLE_BP - counted_bp)
 
 

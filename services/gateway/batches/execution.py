@@ -3,8 +3,8 @@
 Every line runs under an idempotency key of its own, so that a line which a former owner started is joined or
 replayed, and charged once. Results become parts of the output and error files, which the record names: parts
 first, then one compare-and-swap of files and progress together. Results that wait long for an earlier line
-are stored apart. A gateway that takes over continues at the record's next line, and runs no line whose result
-is stored.
+are stored separately. A gateway that takes over continues at the record's next line, and runs no line whose
+result is stored.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_tem
 
 log = structlog.get_logger()
 T = TypeVar("T")
-# Of lines that are read ahead, and of results that wait for an earlier one.
+# most bytes of lines that are read ahead, and of results that wait for an earlier one
 AHEAD_BYTES: Final = 32 * 1024**2
 _RETRY: Final = Backoff(0.2, 30.0)
 _STORE_RETRY_S: Final = 0.5
 _LOOK_S: Final = 0.5
-# Of the input that is split at once.
+# input bytes that are split at once
 _PIECE_BYTES: Final = 64 * 1024
 _NOBODY: Final = Meta("nobody")
 
@@ -159,7 +159,7 @@ class BatchExecution:
         return True
 
     async def _restore_early(self, record: BatchRecord) -> None:
-        """Hold the results that an earlier owner stored apart. Raises NotFound, IntegrityError."""
+        """Hold the results that an earlier owner stored separately. Raises NotFound, IntegrityError."""
         parts = enumerate(record.early)
         data = b"".join([await self._part(record.batch_id, index, part) for index, part in parts])
         if data:
@@ -478,7 +478,7 @@ def _fed(splitter: LineSplitter, piece: bytes) -> list[InputLine]:
 
 
 def _cut(results: dict[int, LineResult], part_bytes: int) -> list[bytes]:
-    """Return the contents of the parts of results that are stored apart."""
+    """Return the contents of the parts of results that are stored separately."""
     _, contents = OpenFile(part_bytes=part_bytes).plan(early_bytes(results))
     return contents
 

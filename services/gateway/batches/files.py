@@ -123,7 +123,8 @@ class FileService:
         )
 
     def room_bytes(self, tenant: str) -> int:
-        """Return how many bytes the tenant may store beside its files; less than 0 above the bound."""
+        """Return how many bytes the tenant may store in addition to its files; less than 0 above the
+        bound."""
         return self.limits.max_tenant_bytes - sum(file.size_bytes for file in self._stored(tenant))
 
     def _stored(self, tenant: str) -> list[StoredFile]:
@@ -237,8 +238,8 @@ class Upload:
         *,
         hashes: bool,
     ) -> None:
-        """``parts``: None for a repeat, of which nothing is stored. ``sizes``: the most bytes of the file and
-        those of a part. ``leave`` ends its count. ``hashes``: whether it has a ``content_hash``."""
+        """``parts`` is None for a repeat, which stores nothing. ``sizes`` has the most bytes of the file and
+        of a part. ``leave`` ends its count. ``hashes``: it has a ``content_hash``."""
         self.tenant = tenant
         self.file_id = file_id
         self.kept = False

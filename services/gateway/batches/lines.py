@@ -35,7 +35,8 @@ _decode: Final = msgspec.json.Decoder(LineBody).decode
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """A line that is not blank. ``number``: of the line in the file, from 1; ``end``: the offset after it."""
+    """A line that is not blank. ``number`` is its number in the file, from 1; ``end`` is the offset after
+    it."""
 
     number: int
     end: int
@@ -43,7 +44,7 @@ class InputLine:
 
 
 class LineTooLong(Exception):
-    """A line has more bytes than a request may have. ``number``: of the line."""
+    """A line has more bytes than a request may have. ``number`` is the line's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -51,7 +52,8 @@ class LineTooLong(Exception):
 
 
 class TooManyLines(Exception):
-    """The input has more lines than a batch may have, blank ones included. ``number``: of the first."""
+    """The input has more lines than a batch may have, blank ones included. ``number`` is the first such
+    line's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

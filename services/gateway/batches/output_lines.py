@@ -17,7 +17,7 @@ _encode: Final = msgspec.json.Encoder().encode
 class LineAnswer:
     """What the HTTP API answers to a line's body: status and JSON.
 
-    ``waited_s``: of its run, in the scheduler's queue and for the engine.
+    ``waited_s`` is the part of its run that passed in the scheduler's queue and in waits for the engine.
     """
 
     status: int

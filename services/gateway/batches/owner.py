@@ -38,9 +38,9 @@ from services.runtime.supervisor import Supervisor, first_of
 log = structlog.get_logger()
 _LOOK_S: Final = 0.5
 _PAUSE_S: Final = 1.0
-# After another request ran: the next one would find its workers taken.
+# pause after another request ran: the next one would find its workers taken
 _BUSY_S: Final = 5.0
-# After a failure nobody foresaw, so that one batch cannot keep a gateway busy.
+# pause after an unexpected failure, so that one batch cannot keep a gateway busy
 _CRASH_PAUSE_S: Final = 10.0
 
 
@@ -71,7 +71,7 @@ class _Turn:
     execution: BatchExecution
     began_s: float
     task: asyncio.Task[None]
-    # As its owner's key states it.
+    # whether the batch is stalled, as its owner's key states it
     stalled: bool = False
     # Its task was cancelled: a second time would interrupt the release of the batch.
     leaving: bool = False
@@ -152,7 +152,7 @@ class BatchOwner:
         while not self._closed:
             try:
                 await self._claim()
-            except StoreUnavailable as error:  # as long as the lease holds, batches go on
+            except StoreUnavailable as error:  # Batches continue while the lease holds.
                 log.info("batches.claim_failed", error=error.message)
             await self._clock.sleep(_LOOK_S)
 
@@ -221,7 +221,7 @@ class BatchOwner:
         return found
 
     def _ending(self) -> frozenset[str]:
-        """Return the tenants of which a batch ends here."""
+        """Return the tenants with a batch that ends here."""
         held = (self._batches.view.get(batch_key(*name)) for name in self._turns)
         return frozenset(one.record.tenant for one in held if one is not None and self._ends(one.record))
 
@@ -246,8 +246,8 @@ class BatchOwner:
         task.add_done_callback(lambda _: self._turns.pop(name))
 
     def _end_turns(self) -> None:
-        """End turns here: one if tenants wait and no gateway has a place for them, and those beside older
-        ones."""
+        """End turns here: one if tenants wait and no gateway has a place for them, and those whose tenant
+        runs an older batch."""
         if not self._turns:
             return
         running = self._running()

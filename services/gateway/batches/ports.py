@@ -31,13 +31,13 @@ class LineCalls(Protocol):
 class BatchTimes:
     """In seconds."""
 
-    # Between two commits of results.
+    # interval of committing results
     commit_s: float = 1.0
-    # That a result waits for an earlier line before it is stored apart. Far below what keys keep answers.
+    # wait of a result for an earlier line before it is stored separately; far less than keys keep answers
     early_s: float = 5.0
-    # For lines that run when the batch is cancelled or expires.
+    # time for lines that run when the batch is cancelled or expires
     grace_s: float = 30.0
-    # That result files are kept.
+    # lifetime of result files
     retention_s: float = 30 * 86_400.0
 
 
@@ -60,7 +60,7 @@ class BatchPorts:
     room_bytes: Callable[[str], int]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
-    # Of a result file's parts.
+    # size of a result file's parts
     part_bytes: int = OUTPUT_PART_BYTES
     # Lines that are read ahead of the first one without a result.
     ahead_lines: int = 512

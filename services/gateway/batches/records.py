@@ -22,7 +22,7 @@ BATCH_OWNERS: Final = "/fairway/v1-batch-owners/"
 # Of an uploaded file, and of a file that a batch writes: that part is written again until it is full.
 PART_BYTES: Final = 4 * 1024**2
 OUTPUT_PART_BYTES: Final = 1024**2
-# Of one file. Its record stays far below the largest value of etcd.
+# most parts of one file: its record stays far below the largest value of etcd
 MAX_PARTS: Final = 1024
 MAX_LINES: Final = 50_000
 MAX_PROBLEMS: Final = 100
@@ -56,7 +56,7 @@ _UNFINISHED: Final = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStat
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Bytes of a file. ``digest``: of the sealed blob; ``size_bytes``: before sealing."""
+    """Bytes of a file. ``digest`` is the sealed blob's; ``size_bytes`` counts before sealing."""
 
     digest: str
     size_bytes: int
@@ -71,7 +71,7 @@ class StoredFile:
     filename: str
     purpose: FilePurpose
     create_unix_s: float
-    # From then on it is not found, and its parts are deleted.
+    # time from which it is not found, and its parts are deleted
     expire_unix_s: float
     parts: tuple[FilePart, ...] = ()
     # A hash of the bytes of a file with a client's idempotency key.
@@ -84,7 +84,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class BatchProblem:
-    """Why a batch failed. ``line``: of the input, from 1; 0: the whole file."""
+    """Why a batch failed. ``line`` is the input's line, from 1; 0: the whole file."""
 
     code: str
     message: str
@@ -104,7 +104,7 @@ class BatchRecord:
     # The names of the files that it writes, from its creation on.
     output_file_id: str
     error_file_id: str
-    # As the client sent it.
+    # the completion window as the client sent it
     window: str
     create_unix_s: float
     expire_unix_s: float

@@ -1,8 +1,8 @@
 """Which lines of a batch have their result, and how results become parts of its files. Pure.
 
 Lines end in any order. Results leave the window as a prefix without a gap, so that one number states which
-lines are in the files. Results behind a gap are stored apart. A gateway that takes the batch over continues
-with both.
+lines are in the files. Results behind a gap are stored separately. A gateway that takes the batch over
+continues with both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ResultWindow:
 
     first: int
     _held: dict[int, LineResult] = field(default_factory=dict)
-    # When each result came that is stored nowhere, in monotonic seconds, the oldest first.
+    # time of each result that is stored nowhere, in monotonic seconds, the oldest first
     _came_s: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -49,7 +49,7 @@ class ResultWindow:
 
     @property
     def has_stored(self) -> bool:
-        """Whether a result that is held is stored apart."""
+        """Whether a result that is held is stored separately."""
         return len(self._held) > len(self._came_s)
 
     def has(self, index: int) -> bool:
@@ -70,12 +70,12 @@ class ResultWindow:
         return dict(self._held)
 
     def stored(self, lines: Iterable[int]) -> None:
-        """The results of these lines are stored apart now."""
+        """Record that the results of these lines are stored separately."""
         for index in lines:
             self._came_s.pop(index, None)
 
     def restore(self, results: Mapping[int, LineResult]) -> int:
-        """Hold results that are stored apart, except those in the files; return their bytes."""
+        """Hold results that are stored separately, except those in the files; return their bytes."""
         self._held |= {index: result for index, result in results.items() if index >= self.first}
         return sum(len(result.data) for result in self._held.values())
 
@@ -122,7 +122,7 @@ class OpenFile:
 
 
 def early_bytes(results: Mapping[int, LineResult]) -> bytes:
-    """Return results by line, as they are stored apart."""
+    """Return results by line in the form in which they are stored separately."""
     return _encode(results)
 
 

@@ -1,8 +1,8 @@
 """Splits the text of an output into content, reasoning and calls, as it arrives.
 
-A state machine over the text: the same parts come out however the text is cut. Whitespace beside the marks
-belongs to no part. Calls that are held to their form stream their arguments. Others may be malformed: they
-wait for the end, and become content unless they are valid.
+It is a state machine over the text: the same parts come out however the text is cut. Whitespace next to the
+marks belongs to no part. Calls that are held to their form stream their arguments. Others may be malformed:
+they wait for the end, and become content unless they are valid.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OutputSplitter:
     """Of one choice. ``call_id`` returns the id of a call by its index."""
 
     def __init__(self, form: OutputForm, call_id: Callable[[int], str]) -> None:
-        self.calls = 0  # that have begun
+        self.calls = 0  # calls that have begun
         self._form = form
         self._call_id = call_id
         self._names = dict(form.renamed)
@@ -76,7 +76,7 @@ class OutputSplitter:
         """Return the rest: the output has ended."""
         held, self._held = self._held, ""
         if self._form.held and self._at in (_At.BEGIN, _At.NAME, _At.BEHIND):
-            held = self._opened = ""  # of a call that is cut short
+            held = self._opened = ""  # The text belongs to a call that is cut short.
         match self._at:
             case _At.REASONING:
                 self._emit(ReasoningText(held.rstrip()))

@@ -1,6 +1,6 @@
 """Which batch a gateway runs next, and how many of its lines at once. Pure.
 
-Tenants take turns: of each at most one batch runs in the fleet, and the tenant whose turn is longest ago
+Tenants take turns: at most one batch of each runs in the fleet, and the tenant whose turn is longest ago
 comes first. A batch that had its turn yields to a waiting tenant when no gateway has room for it. A batch
 whose lines are only refused is stalled: it does not count as running, keeps a place that nobody needs, and is
 the first to yield one. What the lines then receive of the workers is decided by the scheduler, as for all
@@ -27,7 +27,7 @@ from services.core.records import Tenant
 
 # A turn while other tenants wait.
 TURN_S: Final = 60.0
-# From a refusal on without any result. At least a turn: a stalled batch may yield at once.
+# time from a refusal on without any result; at least a turn, since a stalled batch may yield at once
 STALL_S: Final = 60.0
 # Attempts of a line that end with an internal error.
 MAX_CRASHES: Final = 3
@@ -91,7 +91,7 @@ def next_batches(
 
 
 def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
-    """Return the batches beside which an older one of their tenant runs: it was stalled, and they yield."""
+    """Return the batches whose tenant also runs an older one: it was stalled, and they yield."""
     oldest: dict[str, UnfinishedBatch] = {}
     found: set[str] = set()
     for batch in sorted(running, key=lambda one: (one.create_unix_s, one.batch_id)):
@@ -104,7 +104,7 @@ def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
 class BatchProgress:
     """Whether lines of a batch get results, or only refusals."""
 
-    # When the first refusal after the last result came.
+    # time of the first refusal after the last result
     _refused_s: float = math.inf
 
     def result(self) -> None:
@@ -160,7 +160,7 @@ class BatchPace:
     _base_until_s: float = field(default=-math.inf)
 
     def room(self, share: int, tenant: Tenant) -> int:
-        """Return how many lines may run now. ``share``: of the gateway's lines."""
+        """Return how many lines may run now. ``share`` is the batch's part of the gateway's lines."""
         most = min(share, tenant.max_concurrency // 2) if tenant.max_concurrency else share
         self.window = min(self.window, float(max(1, most)))
         return max(1, int(self.window))

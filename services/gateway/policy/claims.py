@@ -20,7 +20,7 @@ _Scopes = Sequence[tuple[Scope, str, UsageLimits]]  # each scope with its name a
 
 @dataclass(frozen=True, slots=True)
 class RequestBound:
-    """The lowest of the limits of all scopes, for one request. 0: none. ``name``: in messages."""
+    """The lowest of the limits of all scopes, for one request. 0: none. ``name`` is its name in messages."""
 
     value: float = 0
     name: str = ""
@@ -50,7 +50,7 @@ class Payer:
     """Whose limits and budgets apply to a request.
 
     ``user``: the client's name of its end user; empty: none, so that no limits of end users apply.
-    ``budgets``: of the tenant.
+    ``budgets`` are the tenant's.
     """
 
     tenant: Tenant
@@ -117,7 +117,8 @@ def admission_limits(payer: Payer, *, anew: bool) -> tuple[Limit, ...]:
 def usage_claims(
     payer: Payer, spec: GenerationSpec, price: Price, predicted_tokens: int
 ) -> tuple[Claim, ...]:
-    """Return the claims on token rates and budgets. ``predicted_tokens``: of a choice, without its limit."""
+    """Return the claims on token rates and budgets. ``predicted_tokens`` is a choice's output without its
+    limit."""
     prompt_tokens = len(spec.prompt.ids)
     predicted = spec.choices * min(spec.limits.max_tokens, predicted_tokens)
     return claims_of(payer, price, prompt_tokens, predicted, spec.choices * spec.limits.max_tokens)

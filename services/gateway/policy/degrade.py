@@ -1,6 +1,6 @@
 """Degraded service, for tenants that prefer it to a rejection. Pure.
 
-From ``cap_from_ratio`` of pressure on, outputs end earlier; from ``smaller_from_ratio`` on, a smaller model
+Outputs end earlier from ``cap_from_ratio`` of pressure on; from ``smaller_from_ratio`` on, a smaller model
 answers. A request that depends on one vocabulary keeps its model.
 """
 
@@ -21,7 +21,7 @@ class DegradationKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """The requested and the served value: tokens or a model. ``pressure_ratio``: of the requested model."""
+    """The requested and the served value, tokens or a model. ``pressure_ratio`` is the requested model's."""
 
     kind: DegradationKind
     original: str

@@ -1,9 +1,9 @@
 """A gateway's own placement of a sequence while no scheduler leads. Pure: no clock, no I/O.
 
-Of two workers drawn at random, the one with more room (Mitzenmacher, The Power of Two Choices in Randomized
-Load Balancing, 2001): every gateway has the same old snapshot, and would otherwise choose the same best
-worker. Room is the snapshot's figure, less what was placed since. Other sequences end meanwhile without a
-report: where no worker has room by that count, one is *guessed* among those that may have room by now.
+It takes the one with more room of two workers drawn at random (Mitzenmacher, The Power of Two Choices in
+Randomized Load Balancing, 2001): every gateway has the same old snapshot, and would otherwise choose the same
+best worker. Room is the snapshot's figure, less what was placed since. Other sequences end meanwhile without
+a report: where no worker has room by that count, one is *guessed* among those that may have room by now.
 """
 
 from __future__ import annotations

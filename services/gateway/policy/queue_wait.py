@@ -19,8 +19,8 @@ from typing import Final
 from services.core.records import Priority
 
 MEMORY_S: Final = 3.0  # time constant of the rate; after as long without an end it is unknown
-LEAST_S: Final = 1.0  # of observation, before anything is predicted
-MARGIN_RATIO: Final = 1.5  # of the observed rate
+LEAST_S: Final = 1.0  # time of observation before anything is predicted
+MARGIN_RATIO: Final = 1.5  # factor by which the prediction exceeds the wait at the observed rate
 _STAY_GAIN: Final = 0.05  # weight of a row in the mean
 
 
@@ -31,9 +31,9 @@ class EndRate:
     One writer. It begins with the first end: before, a worker may load the version.
     """
 
-    rows: float = 0.0  # that ended, weighted
-    seconds: float = 0.0  # in which they ended, weighted
-    last_s: float = -math.inf  # when the last one ended
+    rows: float = 0.0  # rows that ended, weighted
+    seconds: float = 0.0  # seconds in which they ended, weighted
+    last_s: float = -math.inf  # time of the last end
     stays_s: dict[Priority, float] = field(default_factory=dict)  # means, from the slot to the end
 
     def ended(self, priority: Priority, stay_s: float, now_s: float) -> None:
@@ -61,15 +61,15 @@ class NewRows:
 
     rows: int
     priority: Priority
-    left_s: float  # to the deadline
+    left_s: float  # time left to the deadline
 
 
 @dataclass(frozen=True, slots=True)
 class RowsAhead:
     """The rows that go before those of a request, in their order."""
 
-    rows: int  # at most: some may have left
-    left_s: Sequence[float]  # of every ``step``-th that has not left, the seconds until it leaves
+    rows: int  # upper bound of their number, since some may have left
+    left_s: Sequence[float]  # seconds until every ``step``-th row that is still here leaves
     step: int = 1
 
 

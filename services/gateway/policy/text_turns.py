@@ -8,7 +8,7 @@ from typing import Final
 FREE_KILLS: Final = 2
 FIRST_S: Final = 5.0
 MOST_S: Final = 60.0
-CALM_S: Final = 120.0  # after this time a count starts again
+CALM_S: Final = 120.0  # time after which a count starts again
 SUSPENDING_TENANTS: Final = 3
 MAX_TENANTS: Final = 256
 

@@ -269,7 +269,7 @@ class Validator:
     def authorise(self, principal: Principal, asked: str) -> None:
         """Return if the caller may use a model by the name that it sent. Raises ModelNotFound."""
         model, names = self._catalog.named(asked), self._catalog.names
-        self._identity.authorise_model(principal, model, asked=asked, names=names)
+        self._identity.authorise_model(principal, model, requested_name=asked, names=names)
 
     def _route(
         self, principal: Principal, generation: AnyRequest, pinned: PinnedVersion | None = None

@@ -1,7 +1,7 @@
 """Stored responses of the Responses API, tenant by tenant, shared by all gateways.
 
-A response is a record of the same kind as that of an idempotency key, in a space of its own, encrypted and
-bounded likewise, for the retention time. Its log is what began it, then its answer. A record without an
+A response is a record of the same kind as that of an idempotency key, with a key space of its own, encrypted
+and bounded likewise, for the retention time. Its log is what began it, then its answer. A record without an
 answer is one that runs in the background. It is never held for longer than a write: what runs it is the
 record of its idempotency key.
 """

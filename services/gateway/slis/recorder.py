@@ -31,7 +31,7 @@ from services.runtime.telemetry.metrics import GAP_S, CounterCell, HistogramCell
 
 MAX_SERIES: Final = 512
 MAX_ARMS: Final = 32  # arms of steps in one report: 64 clusters each
-MAX_MODELS: Final = 64  # with shapes in one report
+MAX_MODELS: Final = 64  # most models with shapes in one report
 OTHER_TENANTS: Final = "(other)"
 POISONED: Final = "POISONED_INPUT"
 # Ends of a copy that show a lack of room, or the end of its rollout, and nothing of its version.
@@ -54,9 +54,9 @@ _DIGEST_CHARS: Final = 19  # "sha256:" and 12 digits
 
 
 class SliSubject(Struct, frozen=True):
-    """Where a request counts. ``step``: of the rollout that drew its arm; empty: none.
+    """Where a request counts. ``step`` is the rollout's that drew its arm; empty: none.
 
-    ``shapes``: of its choices or rows, whose output lengths are not known yet.
+    ``shapes`` are those of its choices or rows, whose output lengths are not known yet.
     """
 
     key: SliKey
@@ -69,7 +69,7 @@ class SliSubject(Struct, frozen=True):
 def subject_of(
     key: SliKey, session_key: str, step: str, prompt_tokens: int, shapes: tuple[RequestShape, ...]
 ) -> SliSubject:
-    """Return the subject of an admitted request of any kind. ``step``: of the rollout that routed it."""
+    """Return the subject of an admitted request of any kind. ``step`` is the rollout's that routed it."""
     return SliSubject(key, session_hash(key.tenant, session_key), step, prompt_size(prompt_tokens), shapes)
 
 
@@ -100,7 +100,7 @@ class RequestLatencies:
 
 
 class RequestEnd(Struct, frozen=True):
-    """How a request ended. ``reason``: of its error, ``faults.FINISHED`` for none."""
+    """How a request ended. ``reason`` is its error's, ``faults.FINISHED`` for none."""
 
     reason: str
     usage: Usage

@@ -143,7 +143,7 @@ class ChatTemplate:
     ) -> Rendered:
         """Return the text up to the assistant's turn.
 
-        ``variables``: a JSON object of variables that the template has beside its own. Raises InvalidInput
+        ``variables`` is a JSON object of variables that are added to the template's own. Raises InvalidInput
         when the template rejects the messages or exceeds its budget, FailedPrecondition when it fails.
         """
         budget = TemplateBudget(

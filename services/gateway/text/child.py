@@ -68,7 +68,7 @@ class TextProcess(asyncio.Protocol):
         self.idle_since_s = 0.0
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None  # until ``connect``
+        self._socket: socket.socket | None = None  # our end of the channel until ``connect``
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._answer: asyncio.Future[Answer] | None = None

@@ -101,7 +101,7 @@ class TextEncoder:
         self.model = model
         self.templates = templates
         self.tokenizer = tokenizer
-        self.rows: RowTextEncoder | None = None  # of a decoder that embeds
+        self.rows: RowTextEncoder | None = None  # encoder of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown
@@ -304,8 +304,8 @@ def read_tokenizer(folder: Path) -> tuple[Tokenizer, str, Mapping[str, str]]:
 def _control(added: Iterable[AddedToken], marks: Iterable[MarkToken], written: str) -> list[str]:
     """Return the spellings that no message may have as tokens.
 
-    Beside the special tokens those that a template writes around turns or tools and no output form has: many
-    publishers leave the marks of turns unflagged.
+    They are the special tokens, and those that a template writes around turns or tools and no output form
+    has: many publishers leave the marks of turns unflagged.
     """
     free = {mark.text for mark in marks}
     return [

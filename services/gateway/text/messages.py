@@ -80,7 +80,7 @@ class DecodeTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckConstraint(msgspec.Struct, frozen=True, tag=True):
-    """Compile a constraint. ``open_cpu_s``: for the first one, which prepares the tokenizer."""
+    """Compile a constraint. ``open_cpu_s`` is the time of the first one, which prepares the tokenizer."""
 
     constraint: Constraint
     cpu_s: float

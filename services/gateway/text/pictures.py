@@ -1,4 +1,4 @@
-"""Decodes a picture of a client, a PNG or a JPEG, to the pixels of a version. In a process that may crash."""
+"""Decodes a picture of a client, a PNG or a JPEG, to the pixels of a version. Its process may crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS: Final = ("PNG", "JPEG")
 
 
 class PictureDecoder:
-    """``shape``: of the version's pixels."""
+    """``shape`` is that of the version's pixels."""
 
     def __init__(self, config: PictureConfig, shape: Sequence[int]) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class PictureDecoder:
             if opened.mode.startswith("I"):
                 raise _refused("it has 16 bits for each grey pixel: send 8")
             try:
-                # As transformers opens a file.
+                # transformers opens a file this way.
                 picture = ImageOps.exif_transpose(opened).convert("RGB")
             except MemoryError:
                 raise

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> NoReturn:
     options = parser.parse_args(arguments)
     if options.nice:
         os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # when memory runs out, the kernel should kill this process first
+    with contextlib.suppress(OSError):  # The kernel should kill this process first when memory runs out.
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     channel = socket.socket(fileno=options.fd)
     try:

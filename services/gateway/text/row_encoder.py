@@ -41,7 +41,7 @@ class RowEncoder:
     def __init__(
         self, model: TextModel, tokenizer: Tokenizer | None, pictures: PictureDecoder | str = ""
     ) -> None:
-        """``pictures``: of an image model; a text says why its pictures cannot be decoded."""
+        """``pictures`` decodes for an image model; a text says why its pictures cannot be decoded."""
         self.model = model
         self._tokenizer = tokenizer
         self._pictures = pictures
@@ -59,7 +59,7 @@ class RowEncoder:
         if rows.most_tokens:
             tokenizer.enable_truncation(rows.most_tokens)
         try:
-            # Without offsets, which nothing reads.
+            # The fast call computes no offsets, which nothing reads.
             found = tokenizer.encode_batch_fast(inputs, add_special_tokens=True)
         finally:
             tokenizer.no_truncation()

@@ -4,7 +4,7 @@ Jinja's sandbox blocks Python's internals and limits ``range`` to 100,000, but a
 doubling by ``~``, ``'%999999999d'``, padding and nested loops. Here loop steps and characters are charged to
 a budget, most of them before the operation, and widths are bounded, so that a template that computes too much
 ends with an error of its own. The budget need not catch everything: the kernel bounds the process that
-renders. An allow-list defines what a template may call. Templates come from model versions alone; their
+renders. An allow-list defines what a template may call. Templates come only from model versions; their
 messages come from clients, as ``OriginText`` text.
 
 Not offered, since the same messages must give the same text: ``random`` and ``lipsum``. Also not offered:
@@ -360,7 +360,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def _built(self, context: Context, text: str, name: str, *args: Any) -> str:
-        """``str.join`` and ``str.replace``: for texts alone, while the filters accept any value."""
+        """``str.join`` and ``str.replace``, which take only texts, while the filters accept any value."""
         first, *others = args
         parts = list(_each(context, first)) if name == "join" else [first, *others[:1]]
         if not all(isinstance(part, str) for part in parts):

@@ -1,4 +1,5 @@
-"""Tokenises text in processes beside the event loop, with a cache, and names the prompt's prefix blocks.
+"""Tokenises text in other processes than the event loop's, with a cache, and names the prompt's prefix
+blocks.
 
 The cache is per tenant: with a shared cache, a tenant could infer another's prompts from its time to the
 first token. Its keys are digests, its size is counted in tokens.

@@ -96,7 +96,7 @@ class OriginText(str):
         return zip(super().__iter__(), self._origin, strict=True)
 
     def _found(self, pieces: Iterable[str], sep: str | None) -> list[str]:
-        """Return pieces of this text, in its order and ``sep`` apart, with their origin.
+        """Return pieces of this text, in its order and separated by ``sep``, with their origin.
 
         Without ``sep``, only blanks separate them.
         """
@@ -155,7 +155,7 @@ def settled(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if not _is_traced((args, kwargs)):
             return result
         masked = run(*_masked(args), **_masked(kwargs))
-    except Exception:  # of the run on masked text: its effect in the template is unpredictable
+    except Exception:  # The effect of masked text in the template is unpredictable.
         masked = None
     return _settled(result, masked)
 

@@ -1,6 +1,6 @@
 """Port of a bidirectional stream of messages between two processes: over gRPC, or simulated.
 
-Every stream is a connection of its own. Each end has one task that writes and one that reads. A message
+Every stream has a connection of its own. Each end has one task that writes and one that reads. A message
 belongs to the receiver once it is written: the sender does not change it afterwards.
 """
 

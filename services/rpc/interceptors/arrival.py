@@ -39,7 +39,7 @@ def arrival() -> RpcArrival:
 
 
 def many_requests() -> None:
-    """Mark the RPC of this task as a stream of requests, each of which arrives when it is read."""
+    """Mark the RPC of this task as a stream of requests that arrive when they are read."""
     _arrival.set(RpcArrival(None, _arrival.get().traceparent))
 
 

@@ -19,7 +19,7 @@ class AroundInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._handlers: dict[str, Any] = {}  # by method, so bounded by their number
+        self._handlers: dict[str, Any] = {}  # handlers by method, so their number is bounded
 
     async def around(self, method: str, call: Call, context: Context) -> Any:
         """Run ``call`` and return its result. ``method`` is "/package.Service/Method"."""

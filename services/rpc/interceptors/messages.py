@@ -84,7 +84,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
         """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones."""
         self._limits = limits
         self._waiting = PendingMessages(message_within_s)
-        self._handlers: dict[str, Any] = {}  # by method, so bounded by their number
+        self._handlers: dict[str, Any] = {}  # handlers by method, so their number is bounded
 
     async def intercept_service(
         self,

@@ -28,17 +28,17 @@ from services.core.errors import IntegrityError, StoreReplaced, StoreUnavailable
 from services.core.records import STORE_GENERATION, StoreGeneration, dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     Condition,
     ConditionFailed,
     Entry,
+    KeyChanged,
+    KeyRemoved,
     Listing,
     ModRevisionIs,
     Operation,
     Put,
-    Removed,
     Store,
     ValueIs,
     WatchBatch,
@@ -47,8 +47,8 @@ from services.ports.store import (
 log = structlog.get_logger()
 
 FILE_NAME: Final = "store-generation"
-# A store cannot be replaced under a connection: watches break and verify it anew. The look is for a process
-# without a watch, and for a store that was cut off meanwhile.
+# A store cannot be replaced under a connection: watches break and verify it anew. Looks serve processes
+# without a watch, and stores that were cut off meanwhile.
 LOOK_S: Final = 10.0
 _SLACK: Final = 2**20  # revisions that another process may have seen but this one has not
 _TRIES: Final = 4
@@ -71,11 +71,11 @@ class GuardedStore:
         self._clock = clock
         self._file = folder / FILE_NAME if folder is not None and folder.is_dir() else None
         self._generation = _read(self._file)
-        self._record = b""  # as stored: the fence of every write
+        self._record = b""  # the fence of every write, as stored
         self._base = 0
         self._seen = 0  # highest revision returned
         self._problem = ""
-        self._silent_s: float | None = None  # when etcd did not answer for the first time
+        self._silent_s: float | None = None  # time at which etcd first failed to answer
         self.restores = 0
 
     def problem(self) -> str:
@@ -116,7 +116,8 @@ class GuardedStore:
     async def verify(self) -> None:
         """Check that this is the original store and read its base. Raises StoreReplaced, StoreUnavailable."""
         for _ in range(_TRIES):
-            base, seen = self._base, self._seen  # before the read: other tasks may see more during it
+            # Both are read first, because other tasks may see more during the listing.
+            base, seen = self._base, self._seen
             listing = await self._inner.list(STORE_GENERATION)
             value = listing.entries[0].value if listing.entries else b""
             if base != self._base:
@@ -189,7 +190,7 @@ class GuardedStore:
             async for batch in batches:
                 # A stream is one connection to one member, so once verified it stays valid unless all keys
                 # are deleted.
-                if not verified or any(isinstance(event, Removed) for event in batch.events):
+                if not verified or any(isinstance(event, KeyRemoved) for event in batch.events):
                     await self.verify()
                     verified = True
                 if self._problem:
@@ -277,10 +278,10 @@ def _shifted(entry: Entry, base: int) -> Entry:
     )
 
 
-def _shifted_event(event: Changed | Removed, base: int) -> Changed | Removed:
-    if isinstance(event, Changed):
-        return Changed(_shifted(event.entry, base))
-    return Removed(event.key, event.mod_revision + base)
+def _shifted_event(event: KeyChanged | KeyRemoved, base: int) -> KeyChanged | KeyRemoved:
+    if isinstance(event, KeyChanged):
+        return KeyChanged(_shifted(event.entry, base))
+    return KeyRemoved(event.key, event.mod_revision + base)
 
 
 def _read(path: Path | None) -> str:
@@ -302,5 +303,5 @@ def _write(path: Path, generation: str) -> None:
     with staged.open("w", encoding="ascii") as stream:
         stream.write(generation + "\n")
         stream.flush()
-        os.fsync(stream.fileno())  # without it a power failure could leave an empty file
+        os.fsync(stream.fileno())  # A power failure without fsync could leave an empty file.
     staged.replace(path)

@@ -20,7 +20,7 @@ import structlog
 from services.core.backoff import Backoff
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.store import Compacted, Entry, Removed, Store, WatchBatch
+from services.ports.store import Compacted, Entry, KeyRemoved, Store, WatchBatch
 
 log = structlog.get_logger()
 Record = TypeVar("Record")
@@ -160,7 +160,7 @@ class Informer(Generic[Record]):
         view: dict[str, Versioned[Record]] = dict(self._view) if batch.events else {}
         changes: list[tuple[str, Versioned[Record] | None]] = []
         for event in batch.events:
-            if isinstance(event, Removed):
+            if isinstance(event, KeyRemoved):
                 if view.pop(event.key, None) is not None:
                     changes.append((event.key, None))
             elif (record := self._versioned(event.entry)) is not None:

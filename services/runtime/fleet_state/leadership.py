@@ -17,7 +17,7 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.store import Committed, Compacted, LeaseLost, ModRevisionIs, Put, Removed, Store
+from services.ports.store import Committed, Compacted, KeyRemoved, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.supervisor import first_of
@@ -107,7 +107,7 @@ class Election:
             try:
                 async with aclosing(self._store.watch(self._key, after_revision)) as batches:
                     async for batch in batches:
-                        if any(isinstance(e, Removed) and e.key == self._key for e in batch.events):
+                        if any(isinstance(e, KeyRemoved) and e.key == self._key for e in batch.events):
                             return
                         after_revision = batch.revision
             except StoreUnavailable as error:

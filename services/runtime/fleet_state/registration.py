@@ -72,7 +72,7 @@ class Registration:
         return self._incarnation if self._lease.lease_id is not None else None
 
     def update(self, value: bytes) -> None:
-        """Store this value soon. Of several updates in a row, only the last may ever be stored."""
+        """Store this value soon. If updates follow each other, only the last may ever be stored."""
         self._value = value
         self._wanted.set()
 

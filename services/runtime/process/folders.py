@@ -65,7 +65,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="fw-new-"))
     lock = os.open(made, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # before it has the prefix: others find it locked
+        # The lock is taken first, so that others find the folder locked once it has the prefix.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         made = made.rename(made.with_name(prefix + made.name.removeprefix("fw-new-")))
         yield made
     finally:

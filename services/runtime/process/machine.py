@@ -81,7 +81,7 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-# Where the hard limit is "unlimited", some systems reject a higher soft limit.
+# Some systems whose hard limit is "unlimited" reject a higher soft limit.
 _MOST: Final = 1_048_576
 
 

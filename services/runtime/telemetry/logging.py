@@ -113,7 +113,7 @@ def configure(level: str = "info", output: Literal["json", "console"] = "json", 
     ]
     if output == "json":
         rendering: list[structlog.typing.Processor] = [
-            # Without the frames' variables: they contain prompts and keys.
+            # The frames' variables are left out: they contain prompts and keys.
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ]

@@ -54,21 +54,21 @@ class _Record:
     """
 
     request_id: str
-    decision: PlacementDecision  # as of the time when the placement was queued
+    decision: PlacementDecision  # the decision when the placement was queued
     queued_s: float
     ended_s: float | None = None
     outcome: str = QUEUED
     worker_id: str = ""
-    item: QueuedPlacement | None = None  # until the placement ends
+    item: QueuedPlacement | None = None  # the placement until it ends
     looks: int = 0  # attempts, without the short ones
-    looks_without_room: int = 0  # of these
-    looks_giving_way: int = 0  # of these
+    looks_without_room: int = 0  # attempts that found no worker with room
+    looks_giving_way: int = 0  # attempts that were held back because the tenant has more than its share
     short_attempts: int = 0
     bypassed: int = 0
     counter: float = 0.0
-    query: PlaceQuery | None = None  # without the names of the prompt's blocks at the end
+    query: PlaceQuery | None = None  # the last query; at the end without the names of the prompt's blocks
     chosen: Chosen | None = None  # result of the last successful attempt for ``query``
-    rejections: Rejections = NO_REJECTIONS  # of the last attempt in which a filter rejected a worker
+    rejections: Rejections = NO_REJECTIONS  # result of the last attempt in which a filter rejected a worker
     size_bytes: int = _RECORD_BYTES
 
     def catch_up(self) -> None:
@@ -198,7 +198,7 @@ class DecisionLog:
         """Return the stored decisions of the request, oldest first; only the newest ``MAX_EXPLAINED``."""
         now_s = self._clock.monotonic_s()
         found = self._by_request.get(request_id, [])[-MAX_EXPLAINED:]
-        return tuple(self._told(record, now_s) for record in found)
+        return tuple(self._described(record, now_s) for record in found)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the index and the ring disagree, or a bound is passed."""
@@ -304,7 +304,7 @@ class DecisionLog:
         if self._open.get(key) is record:
             del self._open[key]
 
-    def _told(self, record: _Record, now_s: float) -> PlacementDecision:
+    def _described(self, record: _Record, now_s: float) -> PlacementDecision:
         ended_s = now_s if record.ended_s is None else record.ended_s
         query, chosen = record.query, record.chosen
         record.catch_up()

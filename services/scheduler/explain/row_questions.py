@@ -17,7 +17,7 @@ from services.core.errors import QueueFull
 from services.core.fixed_cost.explained import RowsExplanation
 from services.scheduler.term_streams import GatewaySession
 
-MAX_QUESTIONS: Final = 64  # that wait for answers
+MAX_QUESTIONS: Final = 64  # questions that may wait for answers
 ANSWER_S: Final = 0.5  # how long gateways are waited for
 
 
@@ -42,13 +42,13 @@ class RowQuestions:
         """
         if len(self._open) >= MAX_QUESTIONS:
             raise QueueFull("too many explanations are asked for at once", retry_after_s=1.0)
-        asked = list(gateways)
-        if not asked:
+        sessions = list(gateways)
+        if not sessions:
             return ()
-        question = _Question(request_id, {session.number for session in asked})
+        question = _Question(request_id, {session.number for session in sessions})
         self._open[question] = None
         try:
-            for session in asked:
+            for session in sessions:
                 session.questions.append(request_id)
                 session.wake()
             with contextlib.suppress(TimeoutError):

@@ -15,7 +15,7 @@ class EngineGroups:
     """
 
     def __init__(self) -> None:
-        self._engines: dict[str, frozenset[tuple[str, ...]]] = {}  # by worker: the versions of each
+        self._engines: dict[str, frozenset[tuple[str, ...]]] = {}  # versions of each engine, by worker
         self._groups: dict[str, tuple[str, ...]] = {}
 
     def learn(self, worker_id: str, pools: Iterable[PoolSnapshot]) -> None:

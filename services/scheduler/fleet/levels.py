@@ -21,7 +21,7 @@ class PoolLevels:
     workers: int = 0
     serving_workers: int = 0
     kv_tokens_total: int = 0
-    kv_tokens_free: int = 0  # on serving workers: neither used nor granted
+    kv_tokens_free: int = 0  # tokens on serving workers that are neither used nor granted
 
 
 @dataclass(slots=True)

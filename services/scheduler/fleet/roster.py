@@ -24,7 +24,7 @@ class Roster:
         self._limits = limits
         self._streams: dict[int, str] = {}
         self._sequences: dict[str, int] = {}
-        self._talking: dict[str, None] = {}  # in the order of their last reports, like ``_silent``
+        self._talking: dict[str, None] = {}  # workers in the order of their last reports, like ``_silent``
         self._silent: dict[str, None] = {}
 
     def by_state(self) -> dict[str, int]:
@@ -36,8 +36,8 @@ class Roster:
 
     def view_age_s(self, now_s: float) -> float:
         """Return the age of the oldest last report of a connected worker; 0 without workers."""
-        heard = [worker.report_s for worker in self.workers.values() if worker.connected]
-        return now_s - min(heard, default=now_s)
+        reported_s = [worker.report_s for worker in self.workers.values() if worker.connected]
+        return now_s - min(reported_s, default=now_s)
 
     def next_sequence(self, worker_id: str) -> int:
         """Return a number that no earlier grant of this worker had."""
@@ -152,7 +152,7 @@ class AppliedReports:
         return snapshot
 
     def note(self, snapshot: ReportSnapshot, *, first: bool) -> None:
-        """Record an applied report. ``first``: of its stream, so that it contains all prefix blocks."""
+        """Record an applied report. ``first``: it begins its stream, so it contains all prefix blocks."""
         worker_id = snapshot.worker_id
         incarnation, number = self._deltas.pop(worker_id, (0, 0))
         number = number if incarnation == snapshot.incarnation else 0

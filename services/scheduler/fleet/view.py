@@ -403,15 +403,15 @@ class FleetView:
         """Apply the blocks that the worker's sequences share, and count its outstanding grants again."""
         if whole:
             self.shared.drop(worker.worker_id)
-        heard = whole
+        changed = whole
         for pool in report.pools if self.limits.prefix_blocks else ():
             # Otherwise the shared part is not a whole number of blocks.
             divides = PREFIX_BLOCK_TOKENS % pool.block_size == 0
             if divides and (pool.prefix_shared or pool.prefix_unshared):
-                heard = True
+                changed = True
                 engine = pool.engine or pool.digest
                 self.shared.change(worker.worker_id, engine, pool.prefix_shared, pool.prefix_unshared)
-        for number in self.shared.leaning_on(worker.worker_id) if heard else ():
+        for number in self.shared.leaning_on(worker.worker_id) if changed else ():
             grant = worker.outstanding[number]
             counted = self._counted(worker.worker_id, grant)
             if counted is not grant:

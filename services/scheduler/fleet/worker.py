@@ -99,9 +99,9 @@ class WorkerState:
     silent: bool = False
     report_s: float = 0.0  # time of the last report
     pools: dict[str, PoolSnapshot] = field(default_factory=dict)
-    # By version: tokens of KV that the last measured steps read, per step.
+    # tokens of KV that a step reads, by version, as the last measured steps did
     attended: dict[str, int] = field(default_factory=dict)
-    # By version: the cheapest worker's price of a token over its own.
+    # the cheapest worker's price of a token over this one's, by version
     cost_ratios: dict[str, float] = field(default_factory=dict)
     barred: set[str] = field(default_factory=set)  # versions for which it gets no requests, whatever its room
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class WorkerState:
         self.honours = report.epoch == epoch
 
     @property
-    def heard(self) -> bool:
+    def reporting(self) -> bool:
         return self.connected and self.honours and not self.silent
 
     @property
@@ -169,7 +169,7 @@ def level_of(worker: WorkerState, pool: PoolSnapshot) -> SeatLevel:
     sums = worker.sums_of(pool.digest)
     if not pool.ready:
         standing = filters.ready.__name__
-    elif not worker.heard:
+    elif not worker.reporting:
         standing = filters.heard.__name__
     elif worker.draining:
         standing = filters.not_draining.__name__
@@ -203,7 +203,7 @@ def candidate_of(
         queued_prefill_tokens=pool.queued_prefill_tokens + sums.prefill_tokens,
         ready=pool.ready,
         draining=worker.draining,
-        heard=worker.heard,
+        reporting=worker.reporting,
         ejected=pool.digest in worker.barred,
         zone=worker.zone,
         running=pool.running,

@@ -18,7 +18,7 @@ from services.scheduler.telemetry import SchedulerTelemetry
 
 log = structlog.get_logger()
 
-_MAX_SHED: Final = 1024  # of a version, in one review
+_MAX_SHED: Final = 1024  # most placements of a version that one review sheds
 
 
 class ServingCount:
@@ -105,5 +105,5 @@ class HealthReview:
         return [
             worker_id
             for worker_id, found in self._fleet.candidates(digest).items()
-            if found.ready and found.heard and not found.draining
+            if found.ready and found.reporting and not found.draining
         ]

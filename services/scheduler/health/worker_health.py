@@ -104,7 +104,7 @@ class _Seen:
     incarnation: int
     zone: str
     draining: bool
-    heard_s: float
+    reported_s: float
     pools: dict[str, PoolSnapshot]
 
 
@@ -123,7 +123,7 @@ class FleetHealth:
         self._losses: OrderedDict[tuple[str, int, str], None] = OrderedDict()
         self._news: list[CircuitChange] = []
         self._ticked_s = -math.inf
-        self._all_well = True  # as of the last tick: no worker is on trial, so no grant is a trial
+        self._all_well = True  # no worker was on trial at the last tick, so no grant is a trial
 
     # --- observations -----------------------------------------------------------------------------
 
@@ -336,10 +336,10 @@ class FleetHealth:
 
     def _prune(self, now_s: float) -> None:
         """Remove workers without reports for a long time, and the oldest ones beyond the limit."""
-        by_age = sorted(self._seen, key=lambda worker_id: self._seen[worker_id].heard_s)
+        by_age = sorted(self._seen, key=lambda worker_id: self._seen[worker_id].reported_s)
         too_many = len(by_age) - self.policy.max_workers
         for number, worker_id in enumerate(by_age):
-            if number >= too_many and now_s - self._seen[worker_id].heard_s <= self.policy.forget_s:
+            if number >= too_many and now_s - self._seen[worker_id].reported_s <= self.policy.forget_s:
                 break
             del self._seen[worker_id]
             for pool in self._pools.values():

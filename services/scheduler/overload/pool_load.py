@@ -71,7 +71,7 @@ class _Pool:
     order: SheddingOrder[_Waits] = field(default_factory=SheddingOrder)
     of_tenant: dict[str, SheddingOrder[_Waits]] = field(default_factory=dict)
     rate: TokenRate = field(default_factory=TokenRate)
-    # Of the tenants that wait, those that are not 1.
+    # weights other than 1 of the tenants that wait
     weights: dict[str, float] = field(default_factory=dict)
     arrivals: dict[Priority, ArrivalRate] = field(
         default_factory=lambda: {priority: ArrivalRate() for priority in Priority}
@@ -257,7 +257,7 @@ class Overload:
         return tuple(pressed[:MAX_PRESSURES])
 
     def pressure_by_model(self) -> dict[str, float]:
-        """Return the pressure of each model: that of its version with the highest pressure."""
+        """Return the highest pressure among each model's versions."""
         found: dict[str, float] = {}
         for digest, pool in self._pools.items():
             if pool.model:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-NEWCOMERS_RATIO: Final = 1 / 16  # of the slots: for tenants that begin while others could use all
+# part of the slots that is kept for tenants that begin while others could use all
+NEWCOMERS_RATIO: Final = 1 / 16
 _HALVINGS: Final = 20  # the rest is given slot by slot
 
 
@@ -23,10 +24,10 @@ class SlotClaim:
 
     name: str
     rows: int
-    rank: int = 0  # of its class: the higher is served first
+    rank: int = 0  # rank of its class; the higher is served first
     weight: float = 1.0
     row_s: float = 1.0  # device time of one of its rows
-    order: tuple[float, ...] = ()  # among equals, and for the first slots: the smallest first
+    order: tuple[float, ...] = ()  # order among equals and for the first slots; the smallest is first
     overdue: bool = False  # it gets one slot before any class
 
     @property

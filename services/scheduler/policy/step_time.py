@@ -2,12 +2,12 @@
 
     seconds = a * steps + b * prompt tokens + c * decoded tokens + d * tokens of KV that the decodes read
 
-By ``core.estimates.least_squares``: each worker has the decayed normal equations of its own samples, and a
-type's model solves the sum over its typical workers. A worker is typical while the measured time of its
-recent steps over the predicted time is within ``TYPICAL_RATIO`` of its peers' (lower) median; the others
-are left out and the fit is repeated, as in least trimmed squares (Rousseeuw, 1984). So a minority of slow
-workers does not distort the model of the rest.
-Pure; single writer; bounded by the pools that its owner passes in.
+It is fitted with ``core.estimates.least_squares``: each worker has the decayed normal equations of its own
+samples, and a type's model solves the sum over its typical workers. A worker is typical while the measured
+time of its recent steps over the predicted time is within ``TYPICAL_RATIO`` of its peers' (lower) median; the
+others are left out and the fit is repeated, as in least trimmed squares (Rousseeuw, 1984). So a minority of
+slow workers does not distort the model of the rest. Pure; single writer; bounded by the pools that its owner
+passes in.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ class FlowQueue:
         if refusal is not None and self._dirty:
             self.run_pass(now_s)
             refusal = self.waiting.over_limit(item.spec, item.size_bytes, now_s)
-        # For a limit of one tenant, only a placement of the same tenant is evicted.
+        # A limit of one tenant evicts only placements of that tenant.
         own = isinstance(refusal, ShareExceeded)
         if refusal is not None and (found := self._gate.displaced(item.spec, now_s, own=own)) is not None:
             victim, error = found

@@ -179,7 +179,7 @@ class GrantPass:
 
 
 def _turn(pool: Pool, now_us: int) -> tuple[int, int]:
-    """Return the sort key of a queue among those that it takes turns with: that of its next placement."""
+    """Return the sort key of a queue among those that it takes turns with, which is its next placement's."""
     first = next(pool.order.in_order(now_us), None)
     return (0, 0) if first is None else (-first.priority.rank, first.arrival_us)
 

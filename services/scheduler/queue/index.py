@@ -1,4 +1,4 @@
-"""Indexes of the waiting placements: by gateway, by version, by tenant, for the limits, and by deadline.
+"""Indexes of the waiting placements by gateway, version, tenant and deadline, and for the limits.
 
 Written by the queue that owns them.
 """

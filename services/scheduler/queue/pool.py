@@ -20,7 +20,7 @@ from services.scheduler.policy.queue.order import QueueOrder
 from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
 _ENTRY_BYTES: Final = 1024  # memory of a waiting placement besides its strings
-_NAME_BYTES: Final = 40  # of a prefix block: an integer and its reference
+_NAME_BYTES: Final = 40  # memory of a prefix block's name: an integer and its reference
 _SIZES: Final = 40
 
 

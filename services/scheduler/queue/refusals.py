@@ -49,8 +49,8 @@ def share_full(what: str, most: int, *, model: str, retry_after_s: float) -> Sha
 
 
 def timed_out(spec: PlaceSpec, found: Chosen | NoWorker, full: str, *, retry_after_s: float) -> FairwayError:
-    """Return the error of a placement whose time in the queue ended. ``found``: the result of a last
-    attempt; ``full``: what it waited for where workers serve."""
+    """Return the error of a placement whose time in the queue ended. ``found`` is the result of a last
+    attempt; ``full`` states what it waited for where workers serve."""
     waited = f"no worker accepted a request for {spec.model} within {spec.queue_ttl_s:g} s: "
     if isinstance(found, NoWorker) and not found.waits_for_room:
         retry_after_s = max(retry_after_s, _LOADING_RETRY_S)

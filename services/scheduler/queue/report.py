@@ -102,8 +102,8 @@ def counters_of(queue: FlowQueue, digest: str, *, tenant: str = "") -> tuple[Ten
 
 
 def counter_gaps(queue: FlowQueue) -> dict[tuple[str, Priority], float]:
-    """Return the spread of the counters of waiting tenants by model and class; of several versions with a
-    queue, the widest. In weighted tokens over weight."""
+    """Return the spread of the counters of waiting tenants by model and class, in weighted tokens over
+    weight. A model with several queued versions has the widest spread of these."""
     found: dict[tuple[str, Priority], float] = {}
     for digest, shares in queue.ledger.pools():
         item = next(queue.waiting.of_version(digest), None)

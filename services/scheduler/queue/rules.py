@@ -1,4 +1,4 @@
-"""The rules of a pass: which workers the next placement may use, beside those that have room.
+"""The rules of a pass: which workers the next placement may use, in addition to those that have room.
 
 ``PRODUCTION`` lists them in the order in which a pass applies them. ``QueueOrder`` determines which placement
 is next; a rule only restricts it. docs/decisions/0039-queue-rules.md has the measured effect of each.

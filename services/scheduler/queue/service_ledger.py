@@ -81,7 +81,7 @@ class Advance:
 @dataclass(slots=True, eq=False)
 class _Worker:
     incarnation: int
-    heard: bool = False
+    has_reported: bool = False
     advances: dict[int, Advance] = field(default_factory=dict)
 
 
@@ -97,7 +97,7 @@ class ServiceLedger:
         self._unseen: deque[Advance] = deque()
         self._by_age: deque[Advance] = deque()
         self._long: dict[tuple[str, str], int] = {}
-        # By class: sequences of that class and those above.
+        # sequences that each tenant holds, of a class and those above it
         self._held: dict[str, dict[Priority, HeldShares]] = {}
         self._broken_off: dict[tuple[str, int], None] = {}
         self._awaits = False  # gateways of an earlier leader may still submit again
@@ -217,8 +217,8 @@ class ServiceLedger:
         The caller has removed deltas that were applied before (``Term``).
         """
         worker = self._worker(snapshot.worker_id, snapshot.incarnation)
-        if not worker.heard:
-            worker.heard = True
+        if not worker.has_reported:
+            worker.has_reported = True
             self._restore(snapshot.counters)
         for number in snapshot.grants_seen:
             if (advance := worker.advances.get(number)) is not None:
@@ -276,7 +276,7 @@ class ServiceLedger:
 
     def _charge(self, use: TenantTokens, worker_id: str) -> None:
         cost = self.policy.weights.cost(use.prefill, use.output, cached_tokens=use.cached)
-        cost += use.device_us / 1e3  # of a fixed-cost version, whose counters are in device milliseconds
+        cost += use.device_us / 1e3  # The counters of a fixed-cost version are in device milliseconds.
         if cost > 0.0:
             self.shares(use.digest)[use.priority].charge(use.tenant, cost, worker_id)
 

@@ -38,7 +38,7 @@ class QueuedPlacement:
     earmark: str | None = None  # the worker on which nothing behind it starts before it
     tried: bool = False  # a pass has tried it
     short_attempts: int = 0  # attempts that found too little room on all workers
-    counter: float = 0.0  # of its tenant at the last attempt, before the grant is charged
+    counter: float = 0.0  # the tenant's counter at the last attempt, before the grant is charged
 
     @property
     def tenant(self) -> str:
@@ -169,7 +169,7 @@ class OpenGate:
 class DecisionObserver(Protocol):
     """Receives the attempts to place a placement, to explain it later.
 
-    Of the ``short_attempts`` of a placement it receives only the first, because there may be many."""
+    It receives only the first of a placement's ``short_attempts``, because there may be many."""
 
     def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
         """``over_share``: only workers without a backlog were eligible, because the tenant holds more than

@@ -23,10 +23,10 @@ class PartyDemand:
 
     demand: SlotDemand
     zone: str
-    since_s: float  # when it last began to have slots, or to have none
-    received_s: float  # when it was last sent
+    since_s: float  # time at which it last began to have slots, or to have none
+    received_s: float  # time of its last message
     has_slots: bool = False
-    was_overdue: bool = False  # when it got the slots that it has
+    was_overdue: bool = False  # whether it was overdue when it got the slots that it has
 
     def is_overdue(self, now_s: float) -> bool:
         age_s = now_s - self.since_s
@@ -49,8 +49,8 @@ class PartyDemand:
 class TenantRows:
     """One tenant of the pool. ``rows`` and ``device_s`` are recent sums, which measure a row's time."""
 
-    demands: dict[str, PartyDemand] = field(default_factory=dict)  # by gateway
-    account: Account | None = None  # while it has demand
+    demands: dict[str, PartyDemand] = field(default_factory=dict)  # demands by gateway
+    account: Account | None = None  # its account; None: it has no demand
     priority: Priority = Priority.STANDARD
     rows: float = 0.0
     device_s: float = 0.0

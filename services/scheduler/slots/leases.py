@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from services.core.fixed_cost.slots import SlotLease, SlotReturn
 
-DRAIN_S: Final = 1.0  # after which no row of an earlier leader runs on a worker
+DRAIN_S: Final = 1.0  # time after which no row of an earlier leader runs on a worker
 Party: TypeAlias = tuple[str, str]  # a gateway and a tenant
 
 
@@ -45,7 +45,7 @@ class RowWorker:
     address: str
     incarnation: int
     row_slots: int
-    rows: int = 0  # in flight there by its last report
+    rows: int = 0  # rows in flight there by its last report
     zone: str = ""
     slowness_ratio: float = 1.0
 
@@ -60,12 +60,13 @@ class HeldLease:
     """The lease of a party on a worker."""
 
     party: Party
-    worker: RowWorker  # when its slots last changed
+    worker: RowWorker  # the worker when its slots last changed
     slots: int = 0
     held: int = 0  # the most rows that its gateway may have in flight there
     number: int = 0
     sent_s: float = -math.inf
-    settles_s: float = math.inf  # when ``held`` falls to ``slots``, unless the gateway returns them before
+    # time at which ``held`` falls to ``slots``, unless the gateway returns them before
+    settles_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class _EarlierRows:
 
     incarnation: int
     rows: int
-    until_s: float  # when they have ended, whatever is reported
+    until_s: float  # time by which they have ended, whatever is reported
 
 
 _NO_LEASES: Final[Mapping[str, HeldLease]] = MappingProxyType({})
@@ -91,14 +92,15 @@ class LeaseBook:
         self._parties: dict[Party, dict[str, HeldLease]] = {}
         self._workers: dict[str, dict[Party, HeldLease]] = {}
         self._count = 0
-        self._held: dict[str, int] = {}  # by worker
-        self._earlier: dict[str, _EarlierRows] = {}  # by worker
-        self._slots: dict[str, int] = {}  # by worker
+        self._held: dict[str, int] = {}  # slots that gateways hold, by worker
+        self._earlier: dict[str, _EarlierRows] = {}  # rows of an earlier leader, by worker
+        self._slots: dict[str, int] = {}  # leased slots by worker
         self._numbers = numbers
         self._entries = itertools.count()
         self._settling: list[tuple[float, int, HeldLease]] = []  # a heap; outdated entries are ignored
-        self.unsent: dict[str, dict[tuple[str, str], HeldLease]] = {}  # by gateway, by worker and tenant
-        self.changed_tenants: dict[str, dict[str, None]] = {}  # by worker: whose slots changed
+        # leases to send, by gateway, worker and tenant
+        self.unsent: dict[str, dict[tuple[str, str], HeldLease]] = {}
+        self.changed_tenants: dict[str, dict[str, None]] = {}  # tenants whose slots changed, by worker
 
     def __len__(self) -> int:
         return self._count

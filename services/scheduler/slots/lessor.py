@@ -17,7 +17,8 @@ from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
 from services.scheduler.slots.pool import Shares, SlotPool
 
-_GAP_S: Final = 0.002  # between two plans of a version, and as long again for so many leases:
+# Plans of a version are at least ``_GAP_S`` apart, and as much more for each ``_GAP_LEASES`` leases.
+_GAP_S: Final = 0.002
 _GAP_LEASES: Final = 100
 _MAX_POOLS: Final = 4096
 _LEASES_PER_FRAME: Final = 4096
@@ -38,7 +39,7 @@ class SlotLessor:
         self._changed: dict[str, None] = {}
         self._planned_s: dict[str, float] = {}
         self._renew_s = -math.inf
-        self._gateways: dict[str, None] = {}  # with leases to send
+        self._gateways: dict[str, None] = {}  # gateways with leases to send
         self._numbers = itertools.count(1)
 
     # --- input ------------------------------------------------------------------------------------
@@ -71,7 +72,8 @@ class SlotLessor:
             self._changed[digest] = None
 
     def reported(self, snapshot: ReportSnapshot, now_s: float, *, first: bool) -> None:
-        """Apply a worker's device time. ``first``: of its stream, so that all tenants' slots are sent."""
+        """Apply a worker's device time. ``first``: the report begins its stream, so all tenants' slots are
+        sent."""
         for use in snapshot.tenants:
             if use.rows and (pool := self._pools.get(use.digest)) is not None:
                 pool.measure(use, now_s)

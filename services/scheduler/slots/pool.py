@@ -21,10 +21,10 @@ from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
 from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
 
 GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
-BALANCE_S: Final = 1.0  # between two moves of leases from loaded workers
+BALANCE_S: Final = 1.0  # interval of moving leases away from loaded workers
 _UNEVEN: Final = 0.25  # how far the load of a worker may be from the mean, as a ratio
 MAX_DEMANDS: Final = 65536
-_KEPT_TENANTS: Final = 4096  # whose row times are kept without demand
+_KEPT_TENANTS: Final = 4096  # most tenants whose row times are kept without demand
 _MOST_CHOICES: Final = 64  # workers that are compared for one growth
 
 Shares = Mapping[Priority, FairShares]
@@ -117,7 +117,8 @@ class SlotPool:
     # --- plan -------------------------------------------------------------------------------------
 
     def plan(self, workers: Sequence[RowWorker], row_s: float, now_s: float) -> None:
-        """Change leases towards the fair division of the workers' slots. ``row_s``: of a row of anybody."""
+        """Change leases towards the fair division of the workers' slots. ``row_s`` is the mean time of all
+        rows."""
         self.book.settle(now_s)
         serving = {worker.worker_id: worker for worker in workers}
         self.book.observe(workers, now_s)
@@ -144,7 +145,7 @@ class SlotPool:
         for tenant, found in by_tenant.items():
             rows = sum(wanted.demand.rows for wanted in found.values())
             grows = given[tenant] > rows
-            asked = [
+            slot_claims = [
                 SlotClaim(
                     gateway,
                     wanted.demand.rows * (GROWTH if grows else 1),
@@ -153,7 +154,7 @@ class SlotPool:
                 )
                 for gateway, wanted in found.items()
             ]
-            for gateway, slots_there in divide(given[tenant], asked).items():
+            for gateway, slots_there in divide(given[tenant], slot_claims).items():
                 targets[gateway, tenant] = slots_there
         return targets
 

@@ -65,7 +65,7 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 log = structlog.get_logger()
 
 SWEEP_S: Final = 0.05
-IDLE_SWEEP_S: Final = 0.5  # without sequences
+IDLE_SWEEP_S: Final = 0.5  # interval of sweeps while no sequence runs
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
 RECONCILE_S: Final = 1.0  # longest wait between two passes; a change wakes the loop at once
 PUBLISH_S: Final = 0.1  # changes within this time become one write
@@ -75,8 +75,8 @@ PUBLISH_S: Final = 0.1  # changes within this time become one write
 class VersionStatus:
     """A published version with its engine's current numbers."""
 
-    record: LoadedVersion  # as published
-    kv_blocks_reserved: int = 0  # for sequences with a slot
+    record: LoadedVersion  # the version as published
+    kv_blocks_reserved: int = 0  # blocks reserved for sequences with a slot
     kv_blocks_used: int = 0  # allocated in the engine
     # Sequences that run in the engine.
     running: int = 0
@@ -123,8 +123,8 @@ class WorkerAgent:
         self._slots: dict[str, VersionSlot] = {}
         self._assigned = Assignment(identity.worker_id)
         self._closing = False
-        self._woken = asyncio.Event()  # for the reconcile loop
-        self._changed = asyncio.Event()  # for the publish loop
+        self._woken = asyncio.Event()  # wakes the reconcile loop
+        self._changed = asyncio.Event()  # wakes the publish loop
         self._context = SlotContext(
             settings,
             host,
@@ -238,7 +238,7 @@ class WorkerAgent:
 
     def on_counters(self, counters: Sequence[TenantCounter]) -> None:
         """Store the leader's tenant counters, for the report to the next leader."""
-        self._host.counters.hear(counters)
+        self._host.counters.store(counters)
 
     def on_tenant_slots(self, leased: Sequence[TenantSlots]) -> None:
         """Order the rows of tenants within what the leader leased to them here."""
@@ -455,7 +455,7 @@ def _assignment(entry: Entry) -> Assignment:
 def _share(
     slots: Sequence[VersionSlot], desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]
 ) -> MemoryShare | None:
-    """Return an engine's claim on memory: of the versions that share it, those that stay decide.
+    """Return an engine's claim on memory. It follows the versions that share the engine and stay.
 
     Where all leave, or need no memory, it is what they hold.
     """

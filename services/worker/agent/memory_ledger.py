@@ -15,7 +15,7 @@ MIN_KV_BYTES: Final = SLAB_BYTES
 class MemoryGrant:
     """What one engine may use, in bytes. ``label`` names the owner in messages.
 
-    ``working_bytes`` covers a step and what loading allocates beside the weights; 0 while unknown.
+    ``working_bytes`` covers a step and what loading allocates in addition to the weights; 0 while unknown.
     """
 
     owner: str

@@ -27,23 +27,23 @@ class WorkerIdentity:
 
     worker_id: str  # unique in the fleet
     address: str  # host:port of its gRPC server
-    zone: str = ""  # for placement; empty: none
-    labels: dict[str, str] = field(default_factory=dict)  # for node selectors
+    zone: str = ""  # the placement zone; empty: none
+    labels: dict[str, str] = field(default_factory=dict)  # what node selectors match
     device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
-    lease_ttl_s: int = 5  # of the registration
+    lease_ttl_s: int = 5  # lifetime of the registration's lease
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""
-    # In any one currency; 0: unknown.
+    # cost in any one currency; 0: unknown
     cost_per_hour: float = 0.0
 
 
 def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) -> ReportSnapshot:
     """Return the levels, and the deltas since the previous call, which the caller owns from now on.
 
-    ``whole``: for the first report of a stream. It lists every live sequence, every cached prefix block and
-    the counters of the last leader. Other reports list no sequences and no counters, and only the changes
+    ``whole`` is set for the first report of a stream. It lists every live sequence, every cached prefix block
+    and the counters of the last leader. Other reports list no sequences and no counters, and only the changes
     of the prefix blocks. This is one synchronous step, so the acknowledged grants and the blocks reserved for
     them belong to the same instant.
     """

@@ -21,7 +21,7 @@ class ArrivingRows:
         self._profile = ArrivalProfile()
         self._histogram = LengthHistogram(max_tokens) if max_tokens and pads else None
         self._widths: tuple[int, ...] = (max_tokens,)
-        self._counts: Counter[int] = Counter()  # by width, since the widths were chosen
+        self._counts: Counter[int] = Counter()  # rows of each width since the widths were chosen
         self._until_choice = FIRST_ROWS
 
     @property
@@ -54,7 +54,7 @@ class ArrivingRows:
         self._profile.ended(rows, now_s)
 
     def expected(self, width: int | None, now_s: float) -> Expected:
-        """Return what comes of this width; None: of all."""
+        """Return which arrivals of this width, or of all widths for None, are expected."""
         share = 1.0 if width is None else self._counts[width] / max(1, self._counts.total())
         returning = tuple((wait_s, back * share) for wait_s, back in self._profile.returning(now_s))
         return Expected(self._profile.rate_per_s(now_s) * share, returning)

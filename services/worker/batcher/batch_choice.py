@@ -36,7 +36,7 @@ from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import RowModel
 from services.worker.streams.live_row import LiveRow
 
-_LOOKS: Final = 8  # in vain, at most, for rows to run between the layers of one batch
+_LOOKS: Final = 8  # most looks in vain for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 
 
@@ -79,9 +79,9 @@ class BatchChoice:
         self._arrivals = ArrivingRows(model.max_tokens, pads=self._has_tokens)
         self._keys = BatchKeys(version_digest, model.operation, model.dtype, has_length=self._has_tokens)
         self._waiting = WaitingRows()
-        self._rows: dict[int, LiveRow] = {}  # that wait, by number
+        self._rows: dict[int, LiveRow] = {}  # waiting rows by number
         self._turns = TenantTurns()
-        self._transport_s = 0.0  # of answers, a mean of what gateways observe
+        self._transport_s = 0.0  # mean seconds that an answer travels, as gateways observe it
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -95,7 +95,7 @@ class BatchChoice:
         self._turns.lease(slots)
 
     def add(self, row: LiveRow, now_s: float, running: BatchRun | None) -> FairwayError | None:
-        """Let the row wait, or return why it cannot. ``running``: in the process that serves."""
+        """Let the row wait, or return why it cannot. ``running`` is the batch of the serving process."""
         spec, most = row.spec, self._model.max_tokens
         if spec.transport_s:
             self._transport_s += _TRANSPORT_GAIN * (spec.transport_s - self._transport_s)

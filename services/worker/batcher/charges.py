@@ -24,7 +24,7 @@ class RowCharges:
     """Charges each batch once: the shares of its rows add up to its time. Single writer: the batcher.
 
     A request is reported once its last row here has ended. Time of batches that were not answered is charged
-    to no one.
+    to nobody.
     """
 
     def __init__(self, version_digest: str, model: str, tally: Tally, device: DeviceTime | None) -> None:

@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
 RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
-SEARCH_RESTART_S: Final = 300.0  # of suspects: they would end a process of another worker too
+SEARCH_RESTART_S: Final = 300.0  # the same wait for suspects: they would end a process of another worker too
 
 
 class Sacrifice(Protocol):

@@ -18,7 +18,7 @@ from services.worker.batcher.policy.flush import MOST_BATCH_BYTES, MOST_PADDED_T
 from services.worker.engine.load.memory_meter import MemoryMeter
 from services.worker.engine_protocol import RowCosts
 
-ROWS: Final = 8  # of the larger batches
+ROWS: Final = 8  # size of the larger batches
 LONGEST: Final = 512  # tokens of the row that is measured
 LARGEST: Final = 144  # tiles of the image that is measured: 384 x 384 pixels
 TRIES: Final = 3
@@ -38,7 +38,7 @@ class MeasuredModel:
 def measure(
     model: FixedCostModel, meter: Callable[[], MemoryMeter], *, now_s: Callable[[], float] = time.perf_counter
 ) -> MeasuredModel:
-    """Return the costs after some runs of ``model``. ``meter``: of the memory of the device that it runs on.
+    """Return the costs after some runs of ``model``. ``meter`` measures the memory of the model's device.
 
     Rows with a length, in tokens or in tiles of an image, are measured at two lengths.
     """

@@ -64,7 +64,7 @@ class BatchRunner:
         self._batches: deque[RunBatch] = deque()
         self._ran = 0
         self._link: process.StepLink | None = None
-        self._pauses = 0.0  # of the batch that runs, in seconds
+        self._pauses = 0.0  # seconds that the running batch paused
         self._paused = False
 
     def connect(self, link: process.StepLink) -> None:

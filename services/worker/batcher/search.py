@@ -32,7 +32,7 @@ class RowSearch:
         """Where the next run takes place; None: the search is over.
 
         Suspects that were dropped are searched to the end: the next client that sends the cause would end
-        another process. Rows of which nothing is known do not run for no one.
+        another process. The other rows run only while a client still waits for one of them.
         """
         run = self._state.next_run
         if run is None or (not self._state.suspects and all(row.dropped for row in self._left())):

@@ -55,7 +55,7 @@ class BatchInstruments:
             "Runs that search a failed batch for its cause, by process: serving, sacrificial",
             ("model", "process"),
         )
-        self.lingers: dict[tuple[str, str], float] = {}  # by model and width
+        self.lingers: dict[tuple[str, str], float] = {}  # bound of the last decision by model and width
         metrics.gauge(
             "fairway_worker_batch_linger_bound_seconds",
             "The most that a batch may wait, as derived at the last decision: objective minus computing",
@@ -82,8 +82,8 @@ class BatcherTelemetry:
         self._computing_s = instruments.seconds.cell(label, "computing")
 
     def ran(self, *, lengths: Sequence[int], width: int, most_rows: int, cause: str) -> None:
-        """Count an answered batch. ``lengths``: tokens by row; ``width``: of each padded row, 0 without
-        padding."""
+        """Count an answered batch. ``lengths`` are the tokens of each row; ``width`` is that of each padded
+        row, 0 without padding."""
         rows = len(lengths)
         self._rows.observe(rows)
         self._fill.observe(min(1.0, rows / most_rows))

@@ -52,7 +52,7 @@ def connect(path: str, *, sleep: Callable[[float], None]) -> socket.socket:
     raise AssertionError("unreachable")
 
 
-class Connection:
+class AgentConnection:
     """``on_end`` (with whether a Shutdown came before) and ``on_malformed`` are called in the reader thread.
 
     One of them is called, once, and need not return.
@@ -89,18 +89,18 @@ class Connection:
         return []
 
     def _read(self) -> None:
-        was_told = False
+        was_shutdown = False
         try:
             with self._channel.makefile("rb") as stream:
                 while (command := _read_command(stream.read)) is not None:
-                    was_told = was_told or isinstance(command, Shutdown)
+                    was_shutdown = was_shutdown or isinstance(command, Shutdown)
                     self._inbox.put(command)
         except MalformedCommand as error:
             self._on_malformed(error)
             return
         except OSError:
             pass  # a reset is an end too
-        self._on_end(was_told)
+        self._on_end(was_shutdown)
 
 
 def _read_command(read: Callable[[int], bytes]) -> Command | None:

@@ -1,7 +1,7 @@
 """Engine step: plan a batch, run it, commit what came of it. Torch lives behind ``Executor``.
 
-On a device that computes beside the processor the next batch is planned and submitted while one is computed:
-each sequence is taken where that batch's tokens will bring it, whatever they are.
+On a device that computes in parallel to the processor, the next batch is planned and submitted while one is
+computed: each sequence is taken where that batch's tokens will bring it, whatever they are.
 """
 
 from __future__ import annotations
@@ -271,10 +271,10 @@ class Engine:
     def _may_run_ahead(self, flight: Flight) -> bool:
         """Whether the next batch can be planned without this one's tokens.
 
-        It cannot where a suspect runs in steps of its own. Nor where the tokens decide more than who ends:
-        what comes next is proposed or penalised by them, or blocks are short, so that those which an end
-        frees save others from being preempted. Nor where it prefills what others may find in the cache, which
-        is entered by its commit.
+        It cannot where a suspect runs in steps of its own, or where the tokens decide more than which
+        sequences end: they choose what is proposed or penalised next, or blocks are short, so that those
+        which an end frees save others from being preempted. It cannot either where this batch prefills what
+        others may find in the cache, because its commit enters that.
         """
         return (
             self._executor.runs_ahead
@@ -310,7 +310,8 @@ class Engine:
             self._speculation.stepped(
                 work.decodes, outcome.verified, step_s, prefilled=work.prefill_tokens > 0
             )
-        for handle in gone:  # after the last that is learnt of them
+        # The handles are forgotten last, because the steps above still look them up.
+        for handle in gone:
             self._forget(handle)
 
     def _stepped(self, work: Work, outcome: Outcome, step_s: float, prefill_s: float) -> Stepped:

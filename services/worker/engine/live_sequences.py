@@ -44,7 +44,7 @@ class LiveSequences:
         self._finished: dict[int, FinishReason] = {}
         self._errors: dict[int, str] = {}
         self._embeddings: dict[int, bytes] = {}
-        self._gone: list[int] = []  # of those that were live
+        self._gone: list[int] = []  # handles that are no longer live and still have to be reported
 
     def __len__(self) -> int:
         return len(self._live)
@@ -70,7 +70,7 @@ class LiveSequences:
             self._planner.compiled(sequence)
 
     def masked(self, handle: int) -> None:
-        """Plan a sequence whose mask was computed apart."""
+        """Plan a sequence whose mask was computed in the separate thread."""
         self._planner.masked(self._live[handle])
 
     def end_at_once(self, handle: int, reason: FinishReason, error: str = "") -> None:
@@ -158,7 +158,7 @@ class LiveSequences:
         self._planner.computed(flight.batch.prefills)
         for row, sequence in enumerate(flight.sampled):
             if sequence.status is Status.FINISHED:
-                continue  # by a command, or by the token before this one
+                continue  # a command or the token before this one ended it
             length = len(sequence.tokens)
             sequence.computed = length
             sequence.tokens.append(unknown_token(row))
@@ -269,7 +269,7 @@ def accepted_proposals(batch: Batch, samples: Samples) -> dict[int, int]:
 
 
 def standing_rows(batch: Batch, accepted: Mapping[int, int], rows: int) -> list[int]:
-    """Return which of the sampling rows stand: of a decode the first, and one per accepted proposal."""
+    """Return which sampling rows stand: the first of each decode, and one for each accepted proposal."""
     standing: list[int] = []
     row = 0
     for index in range(len(batch.decodes)):

@@ -12,7 +12,7 @@ from services.worker.engine_protocol import SampledLogprobs
 from services.worker.policy.speculation import Verified
 
 _HANDLE: Final = attrgetter("handle")
-PromptLogprobs = dict[int, list[SampledLogprobs]]  # by handle
+PromptLogprobs = dict[int, list[SampledLogprobs]]  # log-probabilities of prompt tokens by handle
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import structlog
 from fairway.log_stream import LogStream
 from services.runtime.process.child_process import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
-from services.worker.engine.connection import Connection, MalformedCommand, connect
+from services.worker.engine.connection import AgentConnection, MalformedCommand, connect
 from services.worker.engine.core import DuplicateHandle
 from services.worker.engine.load.loading import Report, load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
@@ -47,7 +47,7 @@ MALLOC_OPTIONS: Final = ((-1, 256 << 20), (-2, 64 << 20), (-3, 32 << 20))
 log = structlog.get_logger()
 
 
-class ExitCode(IntEnum):
+class EngineExitCode(IntEnum):
     DONE = 0
     BAD_INPUT = 2  # the configuration or a command cannot be parsed
     LOAD_FAILED = 3
@@ -105,23 +105,23 @@ def main(arguments: list[str], load: Loader = load) -> int:
         channel = connect(config.socket_path, sleep=time.sleep)
     except msgspec.DecodeError as error:
         log.error("config.refused", message=str(error))
-        return ExitCode.BAD_INPUT
+        return EngineExitCode.BAD_INPUT
     except OSError as error:
         log.error("agent.not_reached", error=type(error).__name__)
-        return ExitCode.ORPHANED
-    connection = Connection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
+        return EngineExitCode.ORPHANED
+    connection = AgentConnection(channel, on_end=_exit_at_end, on_malformed=_exit_malformed)
     try:
         return _run(config, connection, load)
     except AgentGone:
         log.warning("agent.lost")
-        return ExitCode.ORPHANED
+        return EngineExitCode.ORPHANED
 
 
 def _run(
     config: EngineConfig,
-    connection: Connection,
+    connection: AgentConnection,
     load: Loader,
-) -> ExitCode:
+) -> EngineExitCode:
     try:
         engine, ready = load(config, lambda phase, ratio: _send(connection, Progress(phase, ratio)))
     except AgentGone:
@@ -134,7 +134,7 @@ def _run(
         if isinstance(error, TooLittleMemory):
             needed = (error.weight_bytes, error.working_bytes, error.kv_bytes)
         _send(connection, LoadFailed(reason, message, *needed))
-        return ExitCode.LOAD_FAILED
+        return EngineExitCode.LOAD_FAILED
     gc.freeze()  # what was loaded stays: collections need not walk it
     _send(connection, ready)
     log.info(
@@ -146,7 +146,9 @@ def _run(
     return step_until_stopped(engine, connection, lines_per_s=config.request_log_per_s)
 
 
-def step_until_stopped(engine: Steps, connection: Connection, *, lines_per_s: float = 0.0) -> ExitCode:
+def step_until_stopped(
+    engine: Steps, connection: AgentConnection, *, lines_per_s: float = 0.0
+) -> EngineExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
         serve(engine, connection, clock=time.monotonic, lines=LineBudget(time.monotonic, lines_per_s))
@@ -154,16 +156,16 @@ def step_until_stopped(engine: Steps, connection: Connection, *, lines_per_s: fl
         raise
     except DuplicateHandle as error:
         log.error("command.refused", message=str(error))
-        return ExitCode.BAD_INPUT
+        return EngineExitCode.BAD_INPUT
     except Exception:  # the agent isolates the sequence that caused it
         log.exception("step.failed")
-        return ExitCode.STEP_FAILED
+        return EngineExitCode.STEP_FAILED
     log.info("engine.stopped")
-    return ExitCode.DONE
+    return EngineExitCode.DONE
 
 
 def serve(
-    engine: Steps, connection: Connection, *, clock: Callable[[], float], lines: LineBudget | None = None
+    engine: Steps, connection: AgentConnection, *, clock: Callable[[], float], lines: LineBudget | None = None
 ) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     link = _Link(engine, connection, lines)
@@ -195,7 +197,7 @@ def serve(
 class _Link:
     """Implements ``StepLink``. ``stops``: a Shutdown was received; later commands are dropped."""
 
-    def __init__(self, engine: Steps, connection: Connection, lines: LineBudget | None) -> None:
+    def __init__(self, engine: Steps, connection: AgentConnection, lines: LineBudget | None) -> None:
         self._engine = engine
         self._connection = connection
         self._lines = lines
@@ -229,7 +231,7 @@ def _log_taken(command: Submit, lines: LineBudget) -> None:
         )
 
 
-def _send(connection: Connection, message: EngineMessage) -> None:
+def _send(connection: AgentConnection, message: EngineMessage) -> None:
     try:
         connection.send(message)
     except OSError as error:
@@ -242,16 +244,16 @@ def _reason(error: Exception) -> str:
     return "out_of_memory" if is_memory else "internal"
 
 
-def _exit_at_end(was_told: bool) -> NoReturn:
+def _exit_at_end(was_shutdown: bool) -> NoReturn:
     """End the process from the reader thread: the main thread may be in a long load or a full socket."""
-    if not was_told:
+    if not was_shutdown:
         log.warning("agent.lost")
-    os._exit(ExitCode.DONE if was_told else ExitCode.ORPHANED)
+    os._exit(EngineExitCode.DONE if was_shutdown else EngineExitCode.ORPHANED)
 
 
 def _exit_malformed(error: MalformedCommand) -> NoReturn:
     log.error("command.refused", message=str(error))
-    os._exit(ExitCode.BAD_INPUT)
+    os._exit(EngineExitCode.BAD_INPUT)
 
 
 def _keep_freed_memory() -> None:

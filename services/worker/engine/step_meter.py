@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.sequence import SequenceState
 from services.worker.policy.device_share import (
     MeasuredCosts,
@@ -33,11 +33,11 @@ class StepMembers(NamedTuple):
     attended: int  # tokens of KV that the decodes read
     left: Sequence[SequenceState] = ()
     joined: Sequence[SequenceState] = ()
-    lengths: Sequence[int] = ()  # of those that joined
-    chunks: Sequence[Chunk] = ()
+    lengths: Sequence[int] = ()  # lengths of those that joined
+    chunks: Sequence[PrefillChunk] = ()
     prefill_tokens: int = 0
-    scored: Sequence[int] = ()  # of each chunk, tokens whose log-probabilities it computes
-    # Of a batch with proposals, all decodes: handle, rows and length. Their lengths are irregular.
+    scored: Sequence[int] = ()  # tokens of each chunk whose log-probabilities it computes
+    # Handle, rows and length of every decode in a batch with proposals; their lengths are irregular.
     verified: Sequence[tuple[int, int, int]] = ()
 
 
@@ -65,7 +65,7 @@ class StepMeter:
         self._decodes: list[SequenceState] = []
         self._present: set[SequenceState] = set()
         self._sums = _Sums()
-        self._number = 0  # of the step, as far as charges depend on it
+        self._number = 0  # number of the step that charges have reached
         # By handle: the length of a sequence less the number of the step, and the sums before it joined.
         self._runs: dict[int, tuple[int, _Sums]] = {}
         self._pending: dict[int, float] = {}  # charged since the last report
@@ -133,7 +133,7 @@ class StepMeter:
     def report(self, ended: Collection[int], *, airborne: bool) -> tuple[dict[int, int], list[int]]:
         """Return ``device_us`` and ``settled`` of ``Stepped``.
 
-        ``ended``: reported as finished now; where a batch is ``airborne``, which may compute a row of theirs,
+        ``ended`` are reported as finished now. If a batch is ``airborne``, it may compute a row of theirs, so
         they are settled with the next report.
         """
         is_due = self._unreported_s + self._steady_s >= REPORT_S

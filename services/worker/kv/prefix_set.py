@@ -41,9 +41,9 @@ class PrefixSet:
 
     def follow(self, earlier: PrefixSet) -> None:
         """Replace the set of an ended engine: record the removal of all its reported blocks."""
-        told = [name for name in earlier._cached if not earlier._unreported.get(name, False)]
-        told += [name for name, came in earlier._unreported.items() if not came]
-        for name in told:
+        reported = [name for name in earlier._cached if not earlier._unreported.get(name, False)]
+        reported += [name for name, came in earlier._unreported.items() if not came]
+        for name in reported:
             if name not in self._cached:
                 self._unreported[name] = False
             else:
@@ -51,11 +51,11 @@ class PrefixSet:
 
     def take(self, *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the blocks added and removed since the last call; the full set as added when ``whole``."""
-        untold, self._unreported = self._unreported, {}
+        unreported, self._unreported = self._unreported, {}
         if whole:
             return tuple(self._cached), ()
-        came = tuple(name for name, here in untold.items() if here)
-        return came, tuple(name for name, here in untold.items() if not here)
+        came = tuple(name for name, here in unreported.items() if here)
+        return came, tuple(name for name, here in unreported.items() if not here)
 
     def _note(self, name: int, *, came: bool) -> None:
         if self._unreported.pop(name, came) is came:  # an unreported opposite change cancels this one

@@ -23,8 +23,8 @@ class SharedBlocks:
     it and it counts once. A cached block without a reference is evictable and counts as free. A name stands
     for a whole prefix, so a sequence that refers to a block also refers to all blocks before it.
 
-    ``told`` contains held blocks to which more than one sequence referred, at the same time or in turn: most
-    prompts end in blocks that no other prompt has. If the KV block size does not divide a prefix block,
+    ``reported`` contains held blocks to which more than one sequence referred, at the same time or in turn:
+    most prompts end in blocks that no other prompt has. If the KV block size does not divide a prefix block,
     nothing is shared.
     """
 
@@ -137,8 +137,8 @@ class Reservations:
         self._reserve(sequence, -sequence.reserved_blocks)
 
     def has_room_again(self, sequence: WorkerSequence) -> bool:
-        """Return whether a sequence whose reservation was released fits again. In an empty pool it always
-        does: it fitted into a larger one before."""
+        """Return whether a sequence whose reservation was released fits again. An empty pool always has room:
+        the sequence fitted into a larger one before."""
         if not self.blocks:
             return True
         shared = self.shared.held_blocks(self._cached_run(sequence.spec))
@@ -201,7 +201,7 @@ class Reservations:
             self.fallback_blocks += blocks
 
     def _cached_run(self, spec: StartSpec) -> Sequence[int]:
-        """Return the leading blocks of the prompt that are cached, the last token's apart."""
+        """Return the leading blocks of the prompt that are cached, without the block of the last token."""
         chain = spec.generation.prompt.prefix_hashes
         return chain[: self.shared.reach(chain, spec.prefill_tokens - 1)] if chain else ()
 

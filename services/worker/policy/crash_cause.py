@@ -30,7 +30,7 @@ def cause_of(exit_code: int) -> LossCause:
 
 
 def role_of(handle: int, members: Collection[int], cause: LossCause, *, running: bool) -> StepRole:
-    """Return the role of a sequence in the step that ran. ``members``: as announced, empty without a step.
+    """Return the role of a sequence in the step that ran. ``members`` are as announced, empty without a step.
 
     After a fault outside a step, everything that ``running`` shared what the engine did: any of it may be
     the cause.

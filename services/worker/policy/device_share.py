@@ -7,7 +7,7 @@ The duration is modelled as in the scheduler's step times and the simulator's co
 
 A sequence weighs what it adds to the step: a decode its rows and its context, a prefill chunk its tokens, the
 tokens before each of them, and those that it scores: the head of the model computes their log-probabilities.
-The base, which is there for all of them, weighs on each sequence alike. The weights are scaled to the
+The base, which all of them need, weighs equally on each sequence. The weights are scaled to the
 measured duration, so that the shares of a step sum to it. The coefficients are fitted to the engine's own
 steps; only their ratios matter.
 """
@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 from services.core.estimates.least_squares import NormalEquations, non_negative
 
-MIN_SAMPLES: Final = 8.0  # before the fit is used
-MAX_ERROR_RATIO: Final = 0.5  # of a fit that is used
+MIN_SAMPLES: Final = 8.0  # fewest samples before the fit is used
+MAX_ERROR_RATIO: Final = 0.5  # largest error of a fit that is used
 FIT_S: Final = 2.0  # step time between two fits
 _LEAST_S: Final = 1e-12  # least cost of a step that its work can be weighed by
 _SAMPLE_S: Final = 0.01  # least step time of a sample
@@ -45,7 +45,7 @@ PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0, 50e-6)
 class StepWork(NamedTuple):
     """What the sequences of a step compute together, or of several steps with the same decodes on average.
 
-    ``sequences``: decodes and prefill chunks. ``rows``: of decodes, one each and one per proposal.
+    ``sequences`` counts decodes and prefill chunks; ``rows`` counts one for each decode and proposal.
     """
 
     sequences: int
@@ -71,7 +71,8 @@ class StepPrices(NamedTuple):
         return self.sequence_s + rows * self.row_s + length * self.attended_s
 
     def chunk(self, start: int, end: int, scored: int = 0) -> float:
-        """Return the share of a prefill of the positions ``start`` to ``end``, of which it scores so many."""
+        """Return the share of a prefill of the positions ``start`` to ``end`` that scores ``scored`` of
+        them."""
         attended = attended_before(start, end)
         computed_s = (end - start) * self.prefill_s + attended * self.prefill_attended_s
         return self.sequence_s + computed_s + scored * self.scored_s
@@ -88,7 +89,7 @@ def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
     weight = base + work.rows * row + work.attended * attended
     if work.prefill:
         weight += work.prefill * prefill + work.prefill_attended * prefill_attended + work.scored * scored
-    if weight < _LEAST_S:  # of this work nothing was found to take time
+    if weight < _LEAST_S:  # The fit found no cost for this kind of work.
         return prices(PRIOR, work, step_s)
     unit = step_s / weight
     return StepPrices(
@@ -103,7 +104,7 @@ def prices(costs: StepCosts, work: StepWork, step_s: float) -> StepPrices:
 
 class MeasuredCosts:
     """The costs of an engine's steps, fitted while it runs. Steps without prefill, with it, and with scored
-    tokens are sampled apart, since only the differences between them show what such tokens cost."""
+    tokens are sampled separately, since only the differences between them show what such tokens cost."""
 
     def __init__(self, costs: StepCosts = PRIOR) -> None:
         """``costs`` holds until there are enough samples."""
@@ -145,7 +146,7 @@ class MeasuredCosts:
         if row_s is None or prefill_s is None:  # the linear layers compute both alike
             row_s = prefill_s = row_s if row_s is not None else prefill_s
         if scored_s is None:
-            scored_s = row_s  # as much as another row whose head is computed
+            scored_s = row_s  # It counts as any other row whose head is computed.
         values = (step_s, row_s, attended_s, prefill_s, prefill_attended_s, scored_s)
         self.costs = StepCosts(*(value or 0.0 for value in values))
 

@@ -45,25 +45,25 @@ class VersionPhase(StrEnum):
 class Slot:
     """The observed state of one version on this worker."""
 
-    version: AssignedVersion  # as assigned when the slot was created
+    version: AssignedVersion  # the version's assignment when the slot was created
     phase: VersionPhase  # its state
     running: int = 0  # live sequences
     has_files: bool = False  # its folder is pinned
-    # Of a BROKEN one: the time of the next attempt.
+    # time of a BROKEN one's next attempt
     retry_at_s: float = 0.0
-    # While DRAINING: the deadline.
+    # deadline of a DRAINING one
     drain_until_s: float = 0.0
-    # While RETIRING: when it last had a sequence.
+    # last time that a RETIRING one had a sequence
     idle_since_s: float = 0.0
     # Device memory of its engine.
     granted_bytes: int = 0
     # It needs a memory grant and has none.
     unbooked: bool = False
-    # Of a BROKEN one: above 0, it waits for this much memory.
+    # memory that a BROKEN one waits for; 0: it waits for none
     needed_bytes: int = 0
-    # Of a BROKEN one: no attempt would succeed.
+    # no attempt of a BROKEN one would succeed
     final: bool = False
-    # Of a BROKEN or LOADING one: its engine had run before.
+    # the engine of a BROKEN or LOADING one had run before
     restarting: bool = False
 
 
@@ -214,7 +214,8 @@ def _is_held(rank: int, kept: Sequence[tuple[int, Slot]], observed: Sequence[Slo
         yielding = sum(
             each.granted_bytes
             for each in observed
-            if higher.get(each.version.version_digest, -1) < above  # of lower priority, or being removed
+            # They have a lower priority, or are being removed.
+            if higher.get(each.version.version_digest, -1) < above
         )
         if slot.needed_bytes <= free_bytes + yielding:
             return True

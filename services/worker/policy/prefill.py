@@ -1,4 +1,4 @@
-"""Prefill in a step: how many prompt tokens beside its decodes, and how its prefills share them. Pure.
+"""Prefill in a step: how many prompt tokens join its decodes, and how its prefills share them. Pure.
 
 Budget: chunked prefill bounds the ITL of running streams (Sarathi-Serve, OSDI'24); here the chunk size
 follows the measured step times. After a step of ``p`` prompt tokens that took ``t`` seconds, the budget for a
@@ -17,7 +17,7 @@ Shares: shortest remaining time first has the least mean delay, but starves long
   becomes the oldest after it;
 - a short one is delayed by shorter ones only: a prefill of ``r`` tokens finishes within
   ``ceil((r + w) / (budget - share))`` steps, where ``w`` counts the tokens that preceded it meanwhile, and
-  within one step if ``w + r`` fits beside the share of the oldest one, however long that one is.
+    within one step if ``w + r`` fits besides the share of the oldest one, however long that one is.
 
 Classes are weighted as in Smith's rule (weighted shortest processing time, 1956): a token of a class counts
 ``CLASS_FACTOR`` times a token of the class above. So a short prompt overtakes a long one of a higher class,
@@ -30,8 +30,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 MIN_PREFILL_TOKENS: Final = 16
-FLOOR_RATIO: Final = 1 / 64  # of the maximum: what a step prefills however long it takes
-AIM_RATIO: Final = 0.9  # of the target: time per token grows with the context, and the budget lags
+FLOOR_RATIO: Final = 1 / 64  # share of the maximum that a step prefills however long it takes
+# share of the target that steps aim at: time per token grows with the context, and the budget lags
+AIM_RATIO: Final = 0.9
 MOST_GROWTH: Final = 1.25  # per step: limits the effect of one fast outlier
 MOST_SHRINK: Final = 0.5  # per step: limits the effect of one slow outlier
 SLACK_RATIO: Final = 0.25
@@ -89,7 +90,7 @@ class PrefillBudget:
         if prefill_tokens <= self._floor:
             past_s = self._light_s or step_s
             self._light_s = past_s + LIGHT_WEIGHT * (step_s - past_s)
-        else:  # without the prompt tokens it would not have taken longer
+        else:  # A step with fewer prompt tokens would not have taken longer.
             self._light_s = min(self._light_s, step_s)
 
 

@@ -24,12 +24,13 @@ from services.core.fixed_cost.tensors import TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine_protocol import Ready, RowCosts, Submit
 
-MOST_OUTPUT_TOKENS: Final = 32  # of a prompt: later tokens run as these do
-MOST_PREFILL_S: Final = 20.0  # of a prompt, by the engine's own measure; a longer one is cut
-SLACK_S: Final = 10.0  # of the deadline: for a machine that is busy with other versions
-DEADLINE_FACTOR: Final = 10.0  # of the estimated time
+MOST_OUTPUT_TOKENS: Final = 32  # most output tokens of a prompt: later tokens run as these do
+# longest prefill of a prompt, by the engine's own measure; a longer prompt is cut
+MOST_PREFILL_S: Final = 20.0
+SLACK_S: Final = 10.0  # addition to the deadline for a machine that is busy with other versions
+DEADLINE_FACTOR: Final = 10.0  # ratio of the deadline to the estimated time
 MOST_DEADLINE_S: Final = 600.0
-MOST_ROW_TOKENS: Final = 4096  # of the batch of rows, with padding
+MOST_ROW_TOKENS: Final = 4096  # most tokens of the batch of rows, with padding
 
 _SAMPLING: Final = {
     SamplingKind.GREEDY: Sampling(seed=13, temperature=0.0),
@@ -43,7 +44,8 @@ _SAMPLING: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """What a probe's time is derived from. ``full_step_s``: of a step with ``token_budget`` tokens."""
+    """What a probe's time is derived from. ``full_step_s`` is the time of a step with ``token_budget``
+    tokens."""
 
     token_budget: int
     full_step_s: float
@@ -110,22 +112,22 @@ def _deadline_s(estimate_s: float) -> float:
     return min(MOST_DEADLINE_S, SLACK_S + DEADLINE_FACTOR * estimate_s)
 
 
-def answer_problem(asked: Submit, tokens: Sequence[int], reason: str, error: str, vocab_size: int) -> str:
-    """Return why the answer to a prompt fails the probe, empty if it does not. ``error``: of the engine."""
+def answer_problem(prompt: Submit, tokens: Sequence[int], reason: str, error: str, vocab_size: int) -> str:
+    """Return why the answer to a prompt fails the probe, empty if it does not. ``error`` is the engine's."""
     if reason == "not_finite":
         return error or "the model returned no finite numbers"
     if reason == "error":
         return error or "the engine rejected it"
     if any(not 0 <= token < vocab_size for token in tokens):
         return f"an answer with tokens outside of the vocabulary of {vocab_size}"
-    if reason != "length" or len(tokens) != asked.limits.max_tokens:
-        return f"{len(tokens)} of {asked.limits.max_tokens} tokens, and then the end {reason!r}"
+    if reason != "length" or len(tokens) != prompt.limits.max_tokens:
+        return f"{len(tokens)} of {prompt.limits.max_tokens} tokens, and then the end {reason!r}"
     return ""
 
 
-def prompt_name(asked: Submit) -> str:
+def prompt_name(prompt: Submit) -> str:
     """Return a prompt of the probe as messages name it."""
-    return f"the prompt of {len(asked.prompt.ids)} tokens"
+    return f"the prompt of {len(prompt.prompt.ids)} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,8 @@ def plan_row_probe(
 ) -> RowProbePlan:
     """Return a batch of the recorded widths, the longest first, as many as the memory of a batch allows.
 
-    Images have one size, the largest. ``max_tokens``: of a row, or tiles of an image; 0: rows have no length.
-    ``memory_bytes`` 0: no bound.
+    Images have one size, the largest. ``max_tokens`` is the longest row in tokens or the largest image in
+    tiles; 0: rows have no length. ``memory_bytes`` 0: no bound.
     """
     fitting = tuple(shape for shape in shapes if shape.sampling is SamplingKind.ROW) or DEFAULT_ROWS
     lengths = sorted({max(1, min(shape.input_tokens, max_tokens or 1)) for shape in fitting}, reverse=True)

@@ -21,25 +21,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-ALLOWANCE_RATIO: Final = 0.01  # of step time: the bound on the loss
+ALLOWANCE_RATIO: Final = 0.01  # most of the step time that speculation may lose
 START_STEPS: Final = 0.5  # initial balance, in steps
 MOST_STEPS: Final = 1.0  # maximum balance, in steps
 CAUTION_RATIO: Final = 0.1  # margin: costs count as this much higher than measured, savings as lower
 FIRST_ROW_RATIO: Final = 0.5  # cost of a row relative to that of a sequence, before a measurement
 LEAST_ROW_RATIO: Final = 0.002  # lower bound of the same
-NOISE_RATIO: Final = 0.03  # of a step's time: the noise of equal steps
-DRIFT_RATIO: Final = 0.01  # of a sequence's share of a step: how much the row cost may change per step
-MOVE_RATIO: Final = 0.25  # and how much with another number of sequences
+NOISE_RATIO: Final = 0.03  # relative noise of equal steps
+DRIFT_RATIO: Final = 0.01  # most that the row cost may change per step, relative to a sequence's share of it
+MOVE_RATIO: Final = 0.25  # the same after a step with another number of sequences
 LEVEL_WEIGHT: Final = 0.2  # weight of the newest step in the mean time
-DECAY: Final = 0.8  # of a sequence's counts, per verification
-COMMON_DECAY: Final = 0.98  # of the counts of all sequences
+DECAY: Final = 0.8  # decay of a sequence's counts per verification
+COMMON_DECAY: Final = 0.98  # decay of the counts of all sequences
 PRIOR_WEIGHT: Final = 2.0  # number of proposals that the common mean counts as
 FIRST_ACCEPTANCE: Final = 0.5
 MOST_ACCEPTANCE: Final = 0.98
 LEAST_ACCEPTANCE: Final = 0.01
-FORGONE_RATIO: Final = 0.02  # of the time: the most that inserted plain steps may cost
+FORGONE_RATIO: Final = 0.02  # most of the time that inserted plain steps may cost
 PROBE_TOKENS: Final = 2
-PROBES_RATIO: Final = 1 / 8  # of the sequences, in one step
+PROBES_RATIO: Final = 1 / 8  # largest share of the sequences that probe in one step
 LEAST_PROBES: Final = 4
 
 
@@ -54,11 +54,11 @@ class Verified:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Decayed counts of verified and of accepted proposals; ``asked`` is the step of the last probe."""
+    """Decayed counts of verified and of accepted proposals; ``probed_step`` is the step of the last probe."""
 
     tried: float = 0.0
     accepted: float = 0.0
-    asked: int = -1
+    probed_step: int = -1
 
     def add(self, verified: Verified, decay: float) -> None:
         # Proposals after the first rejected one were not verified.
@@ -79,10 +79,10 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._level_s = 0.0  # at ``_rows`` rows
+        self._level_s = 0.0  # mean step time at ``_rows`` rows
         self._rows = 0.0
         self._row_s = 0.0
-        self._variance = 0.0  # of ``_row_s``, in seconds squared
+        self._variance = 0.0  # variance of ``_row_s`` in seconds squared
 
     @property
     def known(self) -> bool:
@@ -244,11 +244,11 @@ class SpeculationPolicy:
             return {}
         most = min(left, max(LEAST_PROBES, int(len(handles) * PROBES_RATIO)))
         known, probes = self._sequences, {}
-        idle.sort(key=lambda index: known[handles[index]].asked if handles[index] in known else -1)
+        idle.sort(key=lambda index: known[handles[index]].probed_step if handles[index] in known else -1)
         for index in idle[:most]:
             probes[index] = min(PROBE_TOKENS, left, self._most)
             left -= probes[index]
-            self._of(handles[index]).asked = self._step
+            self._of(handles[index]).probed_step = self._step
             if left < 1:
                 break
         return probes
@@ -258,7 +258,7 @@ class SpeculationPolicy:
         known.add(verified, DECAY)
         self._common.add(verified, COMMON_DECAY)
         if verified.accepted:
-            known.asked = -1  # text that seems to repeat is probed again at once
+            known.probed_step = -1  # text that seems to repeat is probed again at once
 
     def _settle(self, decodes: int, verified: Sequence[Verified], step_s: float, proposing_s: float) -> None:
         plain_s = self._cost.step_s(decodes)

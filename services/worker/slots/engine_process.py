@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 _PAGE: Final = "steps"
 MAX_SOCKET_PATH_BYTES: Final = 107  # sun_path holds 108 bytes with the terminating zero
-CHECK_S: Final = 1.0  # while messages arrive; an idle engine sends one a second
+CHECK_S: Final = 1.0  # interval of checks while messages arrive; an idle engine sends one a second
 _OVERDUE_CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-P", "-m", "services.worker.engine.process")
@@ -112,7 +112,8 @@ class EngineEvents:
     on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
-    on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None  # of a fixed-cost model
+    # receives the batches of a fixed-cost model
+    on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None
 
 
 def batch_events(
@@ -257,7 +258,7 @@ class EngineProcess:
         return True
 
     async def stop(self) -> None:
-        """Return once the process has ended: by request, or killed after ``shutdown_s``. Idempotent."""
+        """Return once the process has ended, or was killed after ``shutdown_s``. Idempotent."""
         if self._process is None:
             return
         self._stopping = True

@@ -13,7 +13,8 @@ from services.worker.slots.engine_process import EngineTimeouts
 
 Executor = Literal["torch", "null", "rows"]
 
-RETIRE_MARGIN_S: Final = 5.0  # for gateways to observe an update and place the requests accepted before it
+# time in which gateways observe an update and place the requests accepted before it
+RETIRE_MARGIN_S: Final = 5.0
 
 Speculation = Literal["off", "prompt_lookup", "draft"]
 
@@ -61,7 +62,7 @@ class EngineSettings:
     # The same after other failures.
     failed_backoff_first_s: float = 2.0
     failed_backoff_most_s: float = 60.0
-    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)  # of the engine process
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)  # limits of the engine process
 
     def config(
         self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None

@@ -1,7 +1,7 @@
 """The process in which suspects of a fixed-cost version run, so that they end none that serves.
 
 It exists while a failed batch is searched, holds memory of its own in the ledger, and starts again when a
-suspect ended it. Where the memory does not suffice for it beside the serving process, or it does not load,
+suspect ended it. If the memory does not suffice for it and the serving process, or it does not load,
 the batcher searches in the serving one.
 """
 
@@ -22,7 +22,7 @@ from services.worker.slots.version_memory import VersionMemory
 
 log = structlog.get_logger()
 
-_SUFFIX: Final = "/search"  # of its name in the memory ledger
+_SUFFIX: Final = "/search"  # suffix of its name in the memory ledger
 
 
 class SacrificialProcess:
@@ -36,7 +36,7 @@ class SacrificialProcess:
         *,
         batcher: Callable[[], Batcher | None],
     ) -> None:
-        """``memory``: of the serving process. ``batcher`` returns the one that the events go to."""
+        """``memory`` is the serving process's. ``batcher`` returns the batcher that receives the events."""
         self._digest = version_digest
         self._context = context
         self._memory = memory
@@ -46,7 +46,7 @@ class SacrificialProcess:
         self._starting = self._ready = self._stopping = False
 
     def use(self, config: EngineConfig) -> None:
-        """Start processes with this configuration from now on: that of the serving process."""
+        """Start processes with the serving process's configuration from now on."""
         self._config = config
 
     def start(self) -> None:

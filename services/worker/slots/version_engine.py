@@ -62,9 +62,9 @@ WITH_ENGINE: Final = (*RESIZABLE, VersionPhase.DRAINING)
 class SlotContext:
     """What the slots of a worker share."""
 
-    settings: EngineSettings  # of all engines
+    settings: EngineSettings  # settings of all engines
     host: SequenceHost  # admission and sequence tables
-    ledger: MemoryLedger  # of the device's memory
+    ledger: MemoryLedger  # grants of the device's memory
     files: Callable[[AssignedVersion], LocalFiles]  # the files of a version
     launch: EngineLauncher  # makes the runs of engines
     clock: Clock  # time source
@@ -72,7 +72,7 @@ class SlotContext:
     # Called when a slot changed.
     woke: Callable[[], None]
     telemetry: WorkerTelemetry  # metrics of the worker
-    engines: SharedEngines = field(default_factory=SharedEngines)  # of all slots
+    engines: SharedEngines = field(default_factory=SharedEngines)  # engines that serve several slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class TookTooMuch:
 
 @dataclass(frozen=True, slots=True)
 class CrashShare:
-    """What one version has of an engine's end.
+    """How an engine's end counts for one version.
 
-    ``counts``: as its crash, unless a sequence of another version was in the step. ``leads``: it counts the
-    process in the metrics.
+    ``counts``: it counts as the version's crash, unless a sequence of another version was in the step.
+    ``leads``: this version counts the process in the metrics, so that it is counted once.
     """
 
     counts: bool = True
@@ -103,7 +103,7 @@ class EngineOwner(Protocol):
     version: AssignedVersion
     phase: VersionPhase
     probed: bool  # the version has answered a probe here
-    itl_target_s: float  # as its assignment has it at present
+    itl_target_s: float  # the ITL target of its present assignment
 
     def engine_progress(self, event: Progress) -> None: ...
 
@@ -123,12 +123,12 @@ class VersionEngine:
     """
 
     def __init__(self, context: SlotContext, memory: VersionMemory) -> None:
-        self._owners: dict[str, EngineOwner] = {}  # by version, in order of their arrival
+        self._owners: dict[str, EngineOwner] = {}  # owners by version, in order of their arrival
         self._context = context
         self.memory = memory
         self._starting = False  # an owner prepares a process
         self._process: RunningEngine | None = None
-        self._vocabulary: Vocabulary | None = None  # of the engine that loads
+        self._vocabulary: Vocabulary | None = None  # the loading engine's vocabulary
         self._max_sequences = 0
         self._paced_s = 0.0  # the ITL target that the engine has
         self._ready_s = 0.0

@@ -100,7 +100,7 @@ class VersionFiles:
         self._source = source
         self._texts = texts
         self._clock = clock
-        self._checked_until_s = -math.inf  # until then one engine may start without a new check
+        self._checked_until_s = -math.inf  # time until which one engine may start without a new check
         self._vocabulary: Vocabulary | None = None
         self.folder: Path | None = None
         self.template_fault = ""  # why gateways cannot serve chat with it

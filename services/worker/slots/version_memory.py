@@ -62,8 +62,8 @@ class VersionMemory:
     @property
     def releases_memory(self) -> bool:
         """Whether a requested shrink of its pool is not complete."""
-        grant, asked = self.granted, self._requested
-        return grant is not None and asked is not None and self._kv_bytes(asked) < grant.kv_bytes
+        grant, requested = self.granted, self._requested
+        return grant is not None and requested is not None and self._kv_bytes(requested) < grant.kv_bytes
 
     # --- an engine's lifetime -------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class VersionMemory:
         wished = self._wished_kv_bytes if kv_bytes is None else min(kv_bytes, self._wished_kv_bytes)
         wished = max(wished, self._least_kv_bytes)
         working_bytes = self._working_bytes
-        if not working_bytes:  # without this grant an engine takes its working memory out of its KV
+        if not working_bytes:  # An engine takes its working memory out of its KV unless this grant covers it.
             free_bytes = self._ledger.free_bytes - self._weight_bytes - wished
             working_bytes = min(FIRST_WORKING_BYTES, max(0, free_bytes))
         return self._ledger.grant(

@@ -103,8 +103,8 @@ class PromptProbe(Probe):
         self._plan = plan
         self._vocab_size = vocab_size
         self._rounds = iter(plan.rounds)
-        self._asked = {one.handle: one for each in plan.rounds for one in each}
-        self._tokens: dict[int, list[int]] = {}  # by handle, of those that are under way
+        self._submitted = {one.handle: one for each in plan.rounds for one in each}
+        self._tokens: dict[int, list[int]] = {}  # tokens so far of the prompts under way, by handle
         self._answered = 0
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class PromptProbe(Probe):
         self._next_round()
 
     def waits_for(self) -> str:
-        left = [self._asked[handle] for handle in sorted(self._tokens)]
+        left = [self._submitted[handle] for handle in sorted(self._tokens)]
         names = ", ".join(map(prompt_name, left)) or "the probe"
         return f"{names} ({self._answered} of {self._plan.prompts} answered)"
 
@@ -125,15 +125,15 @@ class PromptProbe(Probe):
                 self._tokens[handle].append(token)
         for handle, entries in event.logprobs.items():
             if handle in self._tokens and not all(math.isfinite(entry.sampled) for entry in entries):
-                self._wrong(prompt_name(self._asked[handle]), "log probabilities that are not finite")
+                self._wrong(prompt_name(self._submitted[handle]), "log probabilities that are not finite")
                 return
         for handle, reason in event.finished.items():
             if handle not in self._tokens:
                 continue
-            asked, tokens = self._asked[handle], self._tokens.pop(handle)
+            submitted, tokens = self._submitted[handle], self._tokens.pop(handle)
             error = event.errors.get(handle, "")
-            if problem := answer_problem(asked, tokens, reason, error, self._vocab_size):
-                self._wrong(prompt_name(asked), problem)
+            if problem := answer_problem(submitted, tokens, reason, error, self._vocab_size):
+                self._wrong(prompt_name(submitted), problem)
                 return
             self._answered += 1
         if not self._tokens:

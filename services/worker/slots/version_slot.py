@@ -54,7 +54,7 @@ class Failures:
         self._clock = clock
         self.count = 0
         self.final = False  # a restart does not fix the last one
-        self.reason = ""  # of the last one, until READY
+        self.reason = ""  # reason of the last one, until READY
         self.retry_at_s = 0.0
         self.retry_unix_s = 0.0  # 0: time alone does not help
 
@@ -98,7 +98,7 @@ class VersionSlot:
             ledger=context.ledger,
             wished_kv_bytes=context.settings.kv_memory_bytes,
         )
-        # Until it loads, an engine of its own; then that of its computation.
+        # A version has an engine of its own until it loads, then that of its computation.
         self.engine: VersionEngine | VersionBatcher = VersionEngine(context, memory)
         self._kv_target: int | None = None  # bytes, from the last division of the device's memory
         self.memory_comes = False
@@ -307,7 +307,7 @@ class VersionSlot:
     def engine_progress(self, event: Progress) -> None:
         """Record how far the engine has loaded."""
         step = _LOADING_STEPS.get(event.phase, "")
-        # After a restart the message remains the cause of the restart.
+        # The cause of a restart stays the message until READY.
         if step and step != self.message and self.phase is VersionPhase.LOADING and not self.restarting:
             self.message = step
             self._context.woke()

@@ -33,7 +33,7 @@ class UsageAccounting:
         self._device = device
         self._max_unsettled = max_unsettled
         self._unsettled: dict[int, tuple[WorkerSequence, float]] = {}  # ended, and when
-        self._uncharged_s = 0.0  # of steps that computed, not charged to any sequence yet
+        self._uncharged_s = 0.0  # time of steps that computed, not charged to any sequence yet
 
     @property
     def unsettled(self) -> int:

@@ -17,7 +17,7 @@ from services.ports.usage import UsageOutbox
 from services.worker.streams.live_sequence import WorkerSequence
 
 INTERVAL_S: Final = 10.0
-IDLE_INTERVAL_S: Final = 60.0  # while nothing runs
+IDLE_INTERVAL_S: Final = 60.0  # the interval while nothing runs
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class FallbackAdmission:
         self._rules = rules if rules is not None else FallbackRules()
         self._last_message_s = clock.monotonic_s()
 
-    def heard(self) -> None:
+    def record_contact(self) -> None:
         """Record a contact with a leader now."""
         self._last_message_s = self._clock.monotonic_s()
 
@@ -44,14 +44,15 @@ class FallbackAdmission:
         return int(kv_blocks_total * self._rules.credit_ratio)
 
     def takes_row(self, rows_alone: int, row_slots: int) -> bool:
-        """Whether one more row may start without a leader's lease, beside ``rows_alone`` such rows."""
+        """Whether one more row may start without a leader's lease when ``rows_alone`` such rows run."""
         return not self._leader_answers() and rows_alone < int(row_slots * self._rules.credit_ratio)
 
     def _leader_answers(self) -> bool:
         return self._clock.monotonic_s() - self._last_message_s < self._rules.after_s
 
     def refusal(self, grant: FallbackGrant, *, incarnation: int, epoch: int) -> NotAdmittedReason | None:
-        """Return why the placement is rejected, apart from room and credit; None when it is accepted.
+        """Return why the placement is rejected for another reason than room or credit; None when it is
+        accepted.
 
         ``epoch`` is the newest leader that this worker has seen. A gateway with an older one placed on an
         outdated snapshot.

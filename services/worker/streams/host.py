@@ -54,7 +54,7 @@ class SequenceHost:
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
-        self._leased: dict[str, dict[str, TenantSlots]] = {}  # by version and tenant
+        self._leased: dict[str, dict[str, TenantSlots]] = {}  # leased slots by version and tenant
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
@@ -70,7 +70,7 @@ class SequenceHost:
             self.on_tenant_slots(TenantSlots(digest, tenant, 0) for digest, tenant in leased)
         self.grants.on_leader(epoch)
         if self._fallback is not None:
-            self._fallback.heard()
+            self._fallback.record_contact()
 
     def open(self, wake: Callable[[], None]) -> GatewaySequences:
         return GatewaySequences(self, wake)
@@ -126,7 +126,7 @@ class SequenceHost:
         self.changed()
 
     def takes(self, version_digest: str) -> bool:
-        """Whether new sequences of the version are admitted, apart from free capacity."""
+        """Whether new sequences of the version are admitted if there is free capacity."""
         table, rows = self._tables.get(version_digest), self._row_tables.get(version_digest)
         if (table is None or table.stalled) and (rows is None or not rows.ready):
             return False
@@ -371,7 +371,7 @@ class FairnessCounters:
         self._most = most
         self._counters: dict[tuple[str, str, Priority], TenantCounter] = {}
 
-    def hear(self, counters: Iterable[TenantCounter]) -> None:
+    def store(self, counters: Iterable[TenantCounter]) -> None:
         """Store the leader's counters."""
         for counter in counters:
             key = counter.tenant, counter.digest, counter.priority

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class LiveRow:
     """Owned by its batcher until it ends."""
 
-    spec: RowSpec  # as received
-    outbox: Outbox  # of its gateway stream
+    spec: RowSpec  # the row as received
+    outbox: Outbox  # frames of its gateway stream
     handle: int  # the gateway's
     number: int  # the batcher's
     accepted_s: float  # monotonic

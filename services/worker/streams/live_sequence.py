@@ -19,7 +19,7 @@ class SlotState(Enum):
     """Whether a sequence has a slot of its engine's batch. See ``sequence_slots``."""
 
     RUNNING = auto()
-    PARKED = auto()  # without credit
+    PARKED = auto()  # it has no credit
     RETURNING = auto()  # has credit and waits for a slot
 
 
@@ -28,7 +28,7 @@ class WorkerSequence:
     """Owned by its ``SequenceTable`` until it ends; its outbox retains it until its output is sent."""
 
     spec: StartSpec  # the start as received
-    outbox: Outbox  # of its gateway stream
+    outbox: Outbox  # frames of its gateway stream
     # The gateway's handle.
     handle: int
     # The engine's handle.
@@ -41,7 +41,7 @@ class WorkerSequence:
     credit_limit: int  # absolute output offset
     reserved_blocks: int  # KV blocks, shared ones included
     reserved_tokens: int  # capacity of the reserved blocks
-    notice_tokens: int  # at this count it needs one more block, or has no credit
+    notice_tokens: int  # token count at which it needs one more block, or has no credit
     accepted_s: float  # monotonic time of the start
     deadline_s: float = math.inf  # monotonic time
     # The next token needs no stop strings, no log-probabilities and no pending bytes.
@@ -49,7 +49,7 @@ class WorkerSequence:
     slot: SlotState = SlotState.RUNNING  # its group in ``SequenceSlots``
     # tokens of the prompt that the output begins with: those that were added, or sent by an earlier run
     scored: int = 0
-    prompt_text: Detokenizer | None = None  # of these
+    prompt_text: Detokenizer | None = None  # text of these tokens
     # output that the writer has not taken yet
     queued: bool = False  # it is in the outbox's ``dirty``
     dropped: bool = False  # cancelled; nothing more is sent
@@ -58,8 +58,8 @@ class WorkerSequence:
     pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per pending token, or none
     # stage clock, flow control and accounting
     prefill_left: int = 0  # tokens without a prefill
-    cached_tokens: int = 0  # of the tokens to prefill
-    cache_told: bool = False  # the engine has reported the cached tokens
+    cached_tokens: int = 0  # tokens to prefill that a cache had
+    cache_reported: bool = False  # the engine has reported the cached tokens
     shared_prefixes: int = 0  # leading prefix blocks that it refers to; reserved_blocks includes them
     prefill_started_s: float | None = None  # None: not started
     first_token_s: float | None = None  # None: no token yet

@@ -11,7 +11,7 @@ from services.worker.streams.live_row import LiveRow
 from services.worker.streams.live_sequence import WorkerSequence
 
 MAX_FRAME_TOKENS = 8192  # per frame; the rest waits for the next
-MAX_FRAME_ROW_BYTES = 4 * 1024 * 1024  # of the outputs of all rows, unless a frame has only one
+MAX_FRAME_ROW_BYTES = 4 * 1024 * 1024  # most output bytes of a frame, unless it has only one row
 LOGPROBS_WEIGHT = 32  # a token with log-probabilities counts as this many
 MAX_FRAME_LOGPROBS = MAX_FRAME_TOKENS // LOGPROBS_WEIGHT  # tokens of one sequence in a frame that have some
 
@@ -24,8 +24,8 @@ class Outbox:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.live: dict[int, WorkerSequence] = {}  # by the gateway's handle
-        self.rows: dict[int, LiveRow] = {}  # by the gateway's handle
+        self.live: dict[int, WorkerSequence] = {}  # sequences by the gateway's handle
+        self.rows: dict[int, LiveRow] = {}  # rows by the gateway's handle
         self.dirty: list[WorkerSequence] = []  # sequences with pending output, each once
         self._accepted: list[int] = []
         self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
@@ -113,7 +113,7 @@ class Outbox:
     def _take_tokens(self, frame: StepFrame) -> None:
         dirty, self.dirty = self.dirty, []
         room = MAX_FRAME_TOKENS
-        longer: list[WorkerSequence] = []  # which wait behind the others for the next frame
+        longer: list[WorkerSequence] = []  # sequences that wait behind the others for the next frame
         for index, sequence in enumerate(dirty):
             if room <= 0:
                 self.dirty = dirty[index:] + longer

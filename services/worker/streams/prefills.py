@@ -36,9 +36,9 @@ class Prefills:
 
     def note_cached(self, sequence: WorkerSequence, tokens: int) -> None:
         """Subtract the tokens found in the cache. Only the first report on a sequence counts."""
-        if sequence.number not in self._waiting or sequence.cache_told:
+        if sequence.number not in self._waiting or sequence.cache_reported:
             return
-        sequence.cache_told = True
+        sequence.cache_reported = True
         self.long -= _is_long(sequence)
         sequence.cached_tokens = cached = min(tokens, sequence.spec.prefill_tokens)
         self.long += _is_long(sequence)

@@ -26,9 +26,11 @@ class SequenceSlots:
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
-        self._running: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their start
+        # sequences by tenant, in order of their start
+        self._running: dict[str, dict[int, WorkerSequence]] = {}
         self._parked: dict[int, WorkerSequence] = {}  # the longest parked first
-        self._returning: dict[str, dict[int, WorkerSequence]] = {}  # by tenant, in order of their credit
+        # sequences by tenant, in order of their credit
+        self._returning: dict[str, dict[int, WorkerSequence]] = {}
         self._returning_count = 0
 
     @property

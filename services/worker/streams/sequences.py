@@ -32,7 +32,7 @@ from services.worker.text.detokenizer import Vocabulary
 from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
-CHARGE_S: Final = 0.25  # between two charges of running sequences' output; a heartbeat is four of them
+CHARGE_S: Final = 0.25  # interval at which running sequences' output is charged; a heartbeat is four of them
 
 
 class SequenceTable:
@@ -284,8 +284,8 @@ class SequenceTable:
     def charge(self, *, at_once: bool) -> None:
         """Charge the output of running sequences, at once or when the interval has passed.
 
-        Not with each report: that would list the tenant of every running sequence each time, which would be
-        most of the scheduler's work. The rest of a sequence's output is charged at its end.
+        Reports do not charge it each time: that would list the tenant of every running sequence, which would
+        be most of the scheduler's work. The rest of a sequence's output is charged at its end.
         """
         now_s = self._clock.monotonic_s()
         if not at_once and now_s - self._charged_s < CHARGE_S:

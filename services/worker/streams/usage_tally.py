@@ -13,8 +13,8 @@ Key = tuple[str, str, Priority]
 
 
 class Tally:
-    """Accumulates usage until it is taken. Tokens and rows are counted by (tenant, version, class). Of ended
-    sequences the newest ``MAX_ENDED`` are retained; ``ended_dropped`` counts the others."""
+    """Accumulates usage until it is taken. Tokens and rows are counted by (tenant, version, class). The
+    newest ``MAX_ENDED`` ended sequences are retained; ``ended_dropped`` counts the others."""
 
     def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
         self.ended_dropped = 0

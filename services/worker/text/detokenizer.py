@@ -26,7 +26,7 @@ from services.core.errors import FailedPrecondition, FairwayError
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_TOKENS = 8  # above the bytes of any UTF-8 character, so that many pending tokens are invalid
-# Of a context: enough for the character and for the token that the text goes on from.
+# tokens of a context: enough for the character and for the token that continues the text
 _CONTEXT_TOKENS: Final = 32
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 _BLANK: Final = "\u2581"  # the leading blank of a piece of SentencePiece
@@ -50,7 +50,7 @@ class Vocabulary(Protocol):
     """The token texts of one model version, shared by all its sequences.
 
     ``texts[token]`` is the token's text in any context, None if it depends on its neighbours. ``texts`` is
-    empty if no token has a text of its own. Only ``cover`` ever changes it.
+    empty if every token's text depends on its neighbours. Only ``cover`` ever changes it.
     """
 
     @property
@@ -76,7 +76,7 @@ def load_vocabulary(model_dir: Path) -> Vocabulary:
         content = read_tokenizer_files(names, partial(_content, model_dir)).tokenizer
         require_decodable(content)
         file = msgspec.json.decode(content, type=_TokenizerFile)
-        # Without the encoding parts: they are not needed here, and can be too expensive.
+        # The encoding parts are left out: they are not needed here, and can be too expensive.
         tokenizer = Tokenizer.from_buffer(msgspec.json.encode(file))
     except UnsupportedModel as exc:
         raise FailedPrecondition(str(exc)) from exc

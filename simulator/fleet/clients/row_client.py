@@ -16,14 +16,14 @@ from services.core.errors import FairwayError, PoisonedInput
 from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.records import Priority
-from simulator.engine.poison import Ending
+from simulator.engine.poison import EngineEnding
 from simulator.engine.sim_batches import row_input, row_output
 from simulator.fleet.clients.session import GATEWAY_LOST, ONCE, UNREACHABLE, Clients
 from simulator.invariants.invariant import Violations
 
 ROWS: Final = "rows"
 ANSWERED: Final = "ANSWERED"
-_MOST_ROWS: Final = 1000  # of a request: a row's number is the request's and its place
+_MOST_ROWS: Final = 1000  # most rows of a request: a row's number is the request's and its place
 
 RowsEnded = Callable[[Sequence[RowEnd] | FairwayError], None]
 
@@ -33,17 +33,17 @@ class SimRows:
     """One request of the load."""
 
     tenant: str
-    # Of each row.
+    # tokens of each row
     tokens: tuple[int, ...]
-    # From the start of the load.
+    # time since the start of the load
     arrival_s: float = 0.0
     priority: Priority = Priority.STANDARD
-    # From the arrival.
+    # time after the arrival; None: no deadline
     deadline_s: float | None = None
     # The client leaves so long after its arrival.
     cancel_after_s: float | None = None
     # Rows that end each batch with them, by place.
-    poisons: dict[int, Ending] = field(default_factory=dict)
+    poisons: dict[int, EngineEnding] = field(default_factory=dict)
 
 
 class RowsDoor(Protocol):
@@ -56,7 +56,7 @@ class RowsDoor(Protocol):
         """Do something inside its process."""
 
     def run_rows(
-        self, asked: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
+        self, sim_rows: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
     ) -> asyncio.Task[None]:
         """Run the rows; cancelling the task withdraws them."""
 
@@ -73,21 +73,22 @@ class RowClients:
         self.violations = violations
         self.present: dict[int, RowsSession] = {}
         self.outcomes: Counter[str] = Counter()
-        self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)  # of answered requests, by tenant
+        # durations of answered requests, by tenant
+        self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)
         self.sent = 0
 
-    def send(self, asked: SimRows) -> None:
+    def send(self, request: SimRows) -> None:
         """Begin a request now."""
         self.sent += 1
         door = self._doors()
         if door is None:
-            self.outcomes[UNREACHABLE] += len(asked.tokens)
+            self.outcomes[UNREACHABLE] += len(request.tokens)
             return
-        session = RowsSession(self, self.sent, asked, door, self._clients.now_s)
+        session = RowsSession(self, self.sent, request, door, self._clients.now_s)
         self.present[session.number] = session
         door.enter(session.submit)
-        if asked.cancel_after_s is not None:
-            self._clients.later(asked.cancel_after_s, session.leave)
+        if request.cancel_after_s is not None:
+            self._clients.later(request.cancel_after_s, session.leave)
 
     def gateway_lost(self, name: str) -> None:
         """Notify the clients of a gateway that their connections broke."""
@@ -107,27 +108,27 @@ class RowsSession:
     """One request of one client."""
 
     def __init__(
-        self, clients: RowClients, number: int, asked: SimRows, door: RowsDoor, sent_s: float
+        self, clients: RowClients, number: int, request: SimRows, door: RowsDoor, sent_s: float
     ) -> None:
         self._clients = clients
-        self._asked = asked
+        self._request = request
         self._task: asyncio.Task[None] | None = None
         self._over = False
         self.number = number
         self.door = door
         self.sent_s = sent_s
         self._rows = tuple(
-            row_input(number * _MOST_ROWS + place, tokens, asked.poisons.get(place))
-            for place, tokens in enumerate(asked.tokens)
+            row_input(number * _MOST_ROWS + place, tokens, request.poisons.get(place))
+            for place, tokens in enumerate(request.tokens)
         )
 
     @property
     def tenant(self) -> str:
-        return self._asked.tenant
+        return self._request.tenant
 
     def submit(self) -> None:
         if not self._over:
-            self._task = self.door.run_rows(self._asked, self._rows, self.ended)
+            self._task = self.door.run_rows(self._request, self._rows, self.ended)
 
     def leave(self) -> None:
         """The client disconnects."""
@@ -152,7 +153,7 @@ class RowsSession:
 
     def _outcome(self, place: int, end: RowEnd) -> str:
         """Return how a row ended, and add what is wrong with it."""
-        poison = self._asked.poisons.get(place)
+        poison = self._request.poisons.get(place)
         if end.lost:
             self._violated(f"row {place} was returned as lost")
         if end.error is not None:

@@ -19,7 +19,7 @@ from services.core.generation import TokenLogprobs
 from services.gateway.events import Accepted, Finished, Handle, RequestSink
 from services.rpc.convert.inference import PRIORITIES
 from simulator.engine.poison import POISON_TOKENS
-from simulator.fleet.clients.client import Due, Record, SimRequest, request_seed
+from simulator.fleet.clients.client import Due, RequestRecord, SimRequest, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
 from simulator.invariants.invariant import Violations
 from simulator.kernel.loop import VirtualTimeLoop
@@ -60,7 +60,7 @@ class Clients:
         doors: Callable[[], Iterable[Door]],
         rng: Random,
         violations: Violations,
-        on_record: Callable[[Record], None],
+        on_record: Callable[[RequestRecord], None],
     ) -> None:
         self._doors = doors
         self._rng = rng
@@ -70,18 +70,18 @@ class Clients:
         self._idle = asyncio.Event()
         self._idle.set()
         self.violations = violations
-        self.on_accepted: Callable[[Record, Accepted], None] = _ignore
-        self.present: dict[int, Session] = {}
+        self.on_accepted: Callable[[RequestRecord, Accepted], None] = _ignore
+        self.present: dict[int, SimSession] = {}
         self.sent = 0
 
     @property
     def now_s(self) -> float:
         return self._loop.now_s
 
-    def send(self, request: SimRequest) -> Session:
+    def send(self, request: SimRequest) -> SimSession:
         """Begin a request now."""
         self.sent += 1
-        session = Session(self, self.sent, request)
+        session = SimSession(self, self.sent, request)
         self.present[session.record.number] = session
         self._idle.clear()
         session.begin()
@@ -107,7 +107,7 @@ class Clients:
         for session in [held for held in self.present.values() if held.gateway == name]:
             session.lost()
 
-    def ended(self, session: Session) -> None:
+    def ended(self, session: SimSession) -> None:
         if self.present.pop(session.record.number, None) is None:
             self.violations.add(ONCE, f"request {session.record.number} ended twice")
             return
@@ -116,11 +116,11 @@ class Clients:
         self._on_record(session.record)
 
 
-def _ignore(record: Record, accepted: Accepted) -> None:
+def _ignore(record: RequestRecord, accepted: Accepted) -> None:
     """Placeholder callback while nothing follows the accepted requests."""
 
 
-class Session:
+class SimSession:
     """One request of one client, over as many attempts as it takes."""
 
     __slots__ = ("_attempt", "_clients", "_request", "_timer", "due", "record")
@@ -130,7 +130,7 @@ class Session:
         self._request = request
         self._attempt: _Attempt | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.record = Record(number, request, clients.now_s)
+        self.record = RequestRecord(number, request, clients.now_s)
         self.expect(allowed_tokens(request))
 
     def expect(self, allowed: int) -> None:
@@ -227,13 +227,13 @@ class Session:
             generation.timeout.FromMicroseconds(round(request.deadline_s * 1e6))
         return generation
 
-    def came(self, heard: int) -> None:
+    def came(self, received: int) -> None:
         """Record how many tokens of its answer the client has received."""
         record, now_s = self.record, self._clients.now_s
-        fresh = heard - record.output_tokens
+        fresh = received - record.output_tokens
         if fresh <= 0:
             return
-        record.output_tokens = heard
+        record.output_tokens = received
         if record.first_token_s:
             gap_s = now_s - record.last_token_s
             record.gap_s.append(gap_s)
@@ -262,12 +262,12 @@ def allowed_tokens(request: SimRequest) -> int:
 class _Attempt:
     """One attempt through one gateway. Implements ``RequestSink`` and checks what it receives."""
 
-    __slots__ = ("_handle", "_heard", "_session", "_unread", "door", "over")
+    __slots__ = ("_handle", "_received", "_session", "_unread", "door", "over")
 
-    def __init__(self, session: Session, door: Door) -> None:
+    def __init__(self, session: SimSession, door: Door) -> None:
         self._session = session
         self._handle: Handle | None = None
-        self._heard = 0
+        self._received = 0
         self._unread = 0
         self.door = door
         self.over = False
@@ -300,7 +300,7 @@ class _Attempt:
         self._session.clients.on_accepted(record, accepted)
         if not record.accepted_s:
             record.accepted_s = self._session.clients.now_s
-        if accepted.degradations or record.degraded:  # by another gateway, at another time
+        if accepted.degradations or record.degraded:  # Another gateway may have degraded it at another time.
             record.degraded = bool(accepted.degradations)
             caps = [int(one.applied) for one in accepted.degradations]
             self._session.expect(min([allowed_tokens(self._session.request), *caps]))
@@ -311,14 +311,14 @@ class _Attempt:
         session = self._session
         if not self._expect_open("tokens"):
             return
-        if offset != self._heard:
-            session.violated(TOKENS, f"token {offset} came where {self._heard} was due")
+        if offset != self._received:
+            session.violated(TOKENS, f"token {offset} came where {self._received} was due")
             return
         if list(ids) != session.due.tokens(offset, len(ids)):
             session.violated(TOKENS, f"other tokens than were due from {offset} on")
-        self._heard += len(ids)
+        self._received += len(ids)
         self._unread += len(ids)
-        session.came(self._heard)
+        session.came(self._received)
         if session.request.read_tokens_per_s is None:
             self._credit()
 
@@ -329,8 +329,8 @@ class _Attempt:
         session, record = self._session, self._session.record
         said = finished.choices[0].output_tokens
         due = session.due.length
-        if not said == self._heard == due:
-            session.violated(TOKENS, f"{self._heard} tokens came, {said} were said, {due} were due")
+        if not said == self._received == due:
+            session.violated(TOKENS, f"{self._received} tokens came, {said} were said, {due} were due")
         record.cached_tokens = finished.usage.cached_tokens
         record.resumes = finished.resumes
         record.queue_s = finished.clock.queue_us / 1e6

@@ -279,18 +279,18 @@ class GatewayNode:
         self._process.call_soon(call)
 
     def run_rows(
-        self, asked: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
+        self, sim_rows: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
     ) -> asyncio.Task[None]:
-        """Run rows as an admitted request; cancelling the task withdraws them."""
-        within_s = math.inf if asked.deadline_s is None else asked.deadline_s
+        """Run rows as an admitted sim_rows; cancelling the task withdraws them."""
+        within_s = math.inf if sim_rows.deadline_s is None else sim_rows.deadline_s
         request = RowsRequest(
             self._process.ids.request_id(),
-            asked.tenant,
+            sim_rows.tenant,
             ROWS_MODEL,
             ROWS_DIGEST,
             rows,
-            asked.priority,
-            tenant_weight=self._weights[asked.tenant],
+            sim_rows.priority,
+            tenant_weight=self._weights[sim_rows.tenant],
             deadline_s=self._process.clock.monotonic_s() + within_s,
         )
         return self._process.spawn("rows", self._run_rows(request, ended))

@@ -13,7 +13,7 @@ from services.rpc.convert.slis import report_from_proto, report_to_proto
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
-_REPORT_S: Final = 10.0  # of adapters.grpc.slis
+_REPORT_S: Final = 10.0  # the interval of adapters.grpc.slis
 
 
 class RemoteSlis:

@@ -18,7 +18,7 @@ from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
 REDIS: Final = "redis"
-_TIMEOUT_S: Final = 0.25  # of adapters.redis_limiter
+_TIMEOUT_S: Final = 0.25  # the timeout of adapters.redis_limiter
 T = TypeVar("T")
 
 

@@ -10,7 +10,7 @@ from services.core.generation import NotAdmittedReason, StartSpec
 from services.ports.streams.worker_stream import StepFrame, WorkerStream
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.usage_tally import Key, Tally
-from simulator.fleet.grant_watch import GrantWatch, Produced
+from simulator.fleet.grant_watch import ComputedTokens, GrantWatch
 
 Started = Callable[[StartSpec], None]
 
@@ -71,12 +71,12 @@ class WatchedTally(Tally):
 
     def add_prefill(self, key: Key, tokens: int, cached_tokens: int) -> None:
         super().add_prefill(key, tokens, cached_tokens)
-        self._watch.produced(self._worker_id, key[0], key[2], Produced(tokens, cached_tokens))
+        self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(tokens, cached_tokens))
 
     def add_output(self, key: Key, tokens: int) -> None:
         super().add_output(key, tokens)
         if tokens:
-            self._watch.produced(self._worker_id, key[0], key[2], Produced(output=tokens))
+            self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(output=tokens))
 
     def add_ended(self, usage: SequenceUsage) -> None:
         super().add_ended(usage)

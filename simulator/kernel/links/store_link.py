@@ -14,18 +14,18 @@ from typing import Any, Final, TypeVar
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreUnavailable
 from services.ports.store import (
-    Changed,
     Committed,
     Compacted,
     Condition,
     ConditionFailed,
     Entry,
+    KeyChanged,
+    KeyRemoved,
     Listing,
     Operation,
-    Removed,
     WatchBatch,
 )
-from simulator.kernel.connection import Broken, Connection, Silent
+from simulator.kernel.connection import Broken, Silent, SimConnection
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
@@ -63,22 +63,22 @@ class StoreServer:
         self._floor = 0  # watches after an older revision need events that are not stored here
         network.listen(process, address, self._accept, answers=store)
         process.spawn("store.follow", self._follow())
-        process.spawn("store.progress", self._tell_progress())
+        process.spawn("store.progress", self._send_progress())
 
-    def _accept(self, connection: Connection) -> None:
+    def _accept(self, connection: SimConnection) -> None:
         connection.on_message = lambda message: self._watch(connection, message)
         connection.on_broken = lambda _: self._forget(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _forget(self, connection: SimConnection) -> None:
         self._watchers.pop(connection.number, None)
 
-    def _watch(self, connection: Connection, wanted: _Watch) -> None:
+    def _watch(self, connection: SimConnection, wanted: _Watch) -> None:
         floor = max(self._floor, self.store.compacted_revision)
         if wanted.after_revision < floor:
             connection.close(Compacted(f"the history before revision {floor} is deleted"))
             return
         watcher = self._watchers[connection.number] = _Watcher(connection, wanted)
-        watcher.tell(*self._history)
+        watcher.send(*self._history)
 
     async def _follow(self) -> None:
         """Feed every watch from one."""
@@ -91,12 +91,12 @@ class StoreServer:
                             self._floor = self._history[0].revision
                         self._history.append(batch)
                         for watcher in list(self._watchers.values()):
-                            watcher.tell(batch)
+                            watcher.send(batch)
             except Compacted:
                 self._revision = self._floor = (await self.store.list("")).revision
                 self._history.clear()
 
-    async def _tell_progress(self) -> None:
+    async def _send_progress(self) -> None:
         """Send a periodic progress event, which moves readers to the store's revision."""
         while True:
             await self._process.clock.sleep(self._progress_s)
@@ -105,12 +105,12 @@ class StoreServer:
 
 
 class _Watcher:
-    def __init__(self, connection: Connection, wanted: _Watch) -> None:
+    def __init__(self, connection: SimConnection, wanted: _Watch) -> None:
         self._connection = connection
         self._prefix = wanted.prefix
         self._seen = wanted.after_revision
 
-    def tell(self, *batches: WatchBatch) -> None:
+    def send(self, *batches: WatchBatch) -> None:
         """Send what of these the reader has not seen, in one."""
         if self._connection.over is not None:
             return
@@ -200,9 +200,9 @@ class SimStore:
             raise StoreUnavailable(str(error), retry_after_s=1.0) from None
 
 
-def _key(event: Changed | Removed) -> str:
-    return event.entry.key if isinstance(event, Changed) else event.key
+def _key(event: KeyChanged | KeyRemoved) -> str:
+    return event.entry.key if isinstance(event, KeyChanged) else event.key
 
 
-def _revision(event: Changed | Removed) -> int:
-    return event.entry.mod_revision if isinstance(event, Changed) else event.mod_revision
+def _revision(event: KeyChanged | KeyRemoved) -> int:
+    return event.entry.mod_revision if isinstance(event, KeyChanged) else event.mod_revision

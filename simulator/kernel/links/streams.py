@@ -8,7 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from services.core.errors import FairwayError
 from services.ports.streams.message_stream import ClientStream, MessageStream, StreamLost, StreamMethod
-from simulator.kernel.connection import Broken, Connection, Silent
+from simulator.kernel.connection import Broken, Silent, SimConnection
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
 
@@ -42,7 +42,7 @@ def serve_stream(
 ) -> None:
     """Run the handler for each stream to the address, until the process crashes. Its end is the stream's."""
 
-    async def serve(connection: Connection) -> None:
+    async def serve(connection: SimConnection) -> None:
         error: FairwayError | None = None
         try:
             await handler(SimStream(connection))
@@ -51,7 +51,7 @@ def serve_stream(
         finally:
             connection.close(error)
 
-    def accept(connection: Connection) -> None:
+    def accept(connection: SimConnection) -> None:
         process.spawn(method.path, serve(connection))
 
     network.listen(process, address + method.path, accept)
@@ -60,7 +60,7 @@ def serve_stream(
 class SimStream(Generic[Out, In]):
     """Implements ``ports.message_stream.ClientStream``, for either end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: SimConnection) -> None:
         self._connection = connection
 
     async def write(self, message: Out) -> None:

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Final
 
 from services.core.records import Priority
-from simulator.lab.report.measure import OTHERS, Collector, GroupKey
+from simulator.lab.report.measure import OTHERS, GroupKey, RecordCollector
 
 MAX_TENANTS: Final = 24
 WINDOW_BINS: Final = 10
@@ -49,7 +49,7 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def fairness(collector: Collector, weights: Mapping[str, float]) -> Fairness:
+def fairness(collector: RecordCollector, weights: Mapping[str, float]) -> Fairness:
     """Return how evenly the tenants were served; weights of tenants without one are 1."""
     indices: list[float] = []
     worst, pair = 0.0, None
@@ -64,7 +64,7 @@ def fairness(collector: Collector, weights: Mapping[str, float]) -> Fairness:
     return Fairness(len(indices), mean, min(indices, default=None), worst, pair)
 
 
-def _courses(collector: Collector, priority: Priority, weights: Mapping[str, float]) -> list[_Course]:
+def _courses(collector: RecordCollector, priority: Priority, weights: Mapping[str, float]) -> list[_Course]:
     """Return the courses of the tenants with the most requests of a class, over bins of one width."""
 
     def busiest(key: GroupKey) -> tuple[int, str]:

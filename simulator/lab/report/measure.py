@@ -10,7 +10,7 @@ from typing import Final
 from services.core.estimates.sketch import Sketch, merged
 from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import ServiceWeights
-from simulator.fleet.clients.client import Record
+from simulator.fleet.clients.client import RequestRecord
 
 MAX_BINS: Final = 600
 
@@ -87,7 +87,7 @@ class Group:
     waiting: Bins = field(default_factory=Bins)
 
 
-class Collector:
+class RecordCollector:
     """Counts records. Beyond MAX_GROUPS tenants and classes, further ones are counted together per class.
 
     ``warm_up_s``: requests sent before it are left out of everything but the series over time. Times count
@@ -104,9 +104,9 @@ class Collector:
         self.arrivals = Bins()
         self.refusals = Bins()
         self.last_s = 0.0
-        self.largest_cost = 0.0  # of one request, in weighted tokens
+        self.largest_cost = 0.0  # cost of the largest request, in weighted tokens
 
-    def take(self, record: Record) -> None:
+    def take(self, record: RequestRecord) -> None:
         """Count a request that ended."""
         group = self._group(record.request.tenant, record.request.priority)
         self.last_s = max(self.last_s, record.ended_s - self.origin_s)
@@ -137,7 +137,7 @@ class Collector:
         """Return the times to the first token of all requests of these tenants, as one population."""
         return merged(group.ttft for (tenant, _), group in self.groups.items() if tenant in tenants)
 
-    def _over_time(self, record: Record, group: Group) -> None:
+    def _over_time(self, record: RequestRecord, group: Group) -> None:
         sent_s = record.sent_s - self.origin_s
         self.arrivals.add(sent_s)
         group.waiting.cover(sent_s, sent_s + max(0.0, record.queue_s))
@@ -166,7 +166,7 @@ class Collector:
         return found
 
 
-def tpot(record: Record) -> float | None:
+def tpot(record: RequestRecord) -> float | None:
     """Return the mean time per output token after the first, seconds; None below two tokens."""
     if record.output_tokens < 2:
         return None

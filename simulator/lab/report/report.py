@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from services.core.estimates.sketch import Sketch, merged
 from simulator.lab.report.fairness import Fairness, fairness
-from simulator.lab.report.measure import Collector, Group, Slo
+from simulator.lab.report.measure import Group, RecordCollector, Slo
 from simulator.lab.report.samples import Timeline
 
 CDF_POINTS: Final = 120
@@ -117,7 +117,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LabReport:
     """The whole. ``fairness_bound_tokens``: what the policy promises for ``fairness.difference_tokens``."""
 
     header: Header
@@ -160,21 +160,21 @@ class Report:
 
 def build(
     header: Header,
-    collector: Collector,
+    collector: RecordCollector,
     timeline: Timeline,
     course: Course,
     *,
     weights: Mapping[str, float],
     bound_tokens: float | None = None,
     figures: Mapping[str, float | None] | None = None,
-) -> Report:
+) -> LabReport:
     """Return the report of a run. ``weights`` are the tenants' for fairness; 1 for one that is not there."""
     lasted_s = max(header.duration_s - header.warm_up_s, 1e-9)
     groups = {key: group for key, group in collector.groups.items() if group.sent}
     ordered = sorted(groups, key=lambda key: (-groups[key].sent, key[0], key[1].rank))
     utilisation = {name: timeline.utilisation(name) for name in timeline.totals}
     shares = timeline.shares()
-    return Report(
+    return LabReport(
         header=header,
         slo=collector.slo,
         error_ratio=Sketch().error_ratio,
@@ -216,7 +216,7 @@ def _row(tenant: str, priority: str, groups: Iterable[Group], lasted_s: float) -
     )
 
 
-def _series(collector: Collector, timeline: Timeline) -> Series:
+def _series(collector: RecordCollector, timeline: Timeline) -> Series:
     by_tenant: dict[str, list[Group]] = {}
     for key, group in collector.groups.items():
         by_tenant.setdefault(key[0], []).append(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from simulator.lab.report.report import Report, Row
+from simulator.lab.report.report import LabReport, Row
 
 MAX_ROWS: Final = 24
 HEAD: Final = (
@@ -14,7 +14,7 @@ HEAD: Final = (
 )  # fmt: skip
 
 
-def text(report: Report) -> str:
+def text(report: LabReport) -> str:
     """Return the whole report, without its series."""
     header = report.header
     lines = [
@@ -60,7 +60,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def _facts(report: Report) -> Iterator[str]:
+def _facts(report: LabReport) -> Iterator[str]:
     ended_by = [f"{reason} {count}" for reason, count in report.total.ended_by.items()]
     yield f"ended by: {', '.join(ended_by) or '-'}"
     fair = report.fairness

@@ -27,7 +27,7 @@ from services.core.errors import Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole, dump
 from services.ports.store import Put
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.registry import TOKEN, served
@@ -96,7 +96,7 @@ class Plane:
     async def start(self) -> None:
         self._server = RpcServer(
             [
-                Service(
+                RpcService(
                     cp.DESCRIPTOR.services_by_name["ControlPlaneService"],
                     controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                     self.servicer,

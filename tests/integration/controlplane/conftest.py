@@ -17,7 +17,7 @@ from services.core.generation import Principal
 from services.core.records import Tag, VersionRecord, dump, tag_key, version_key
 from services.ports.store import Put
 from services.rpc.channel import open_channel
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
 from tests.support.registry import TOKEN, authenticate
 from tests.support.slis import NoSlis
@@ -42,7 +42,7 @@ async def plane() -> AsyncIterator[Plane]:
     queues = GrpcQueues(SchedulerDirectory(store, clock), TOKEN, clock, timeout_s=0.2)
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                 ControlPlaneServicer(

@@ -56,7 +56,7 @@ from services.core.records import (
 from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Delete, Entry, Put
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
@@ -128,7 +128,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
     queues = GrpcQueues(directory, TOKEN, CLOCK, timeout_s=1.0)
     server = RpcServer(
         [
-            Service(
+            RpcService(
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                 ControlPlaneServicer(

@@ -26,7 +26,7 @@ from services.core.generation import StageClock, Usage
 from services.core.records import Priority
 from services.rpc.channel import open_channel
 from services.rpc.convert.slis import report_from_proto, report_to_proto
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -58,7 +58,7 @@ class OnePlane:
         )
         server = RpcServer(
             [
-                Service(
+                RpcService(
                     pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                     controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                     servicer,

@@ -40,7 +40,7 @@ from services.core.records import (
 from services.gateway.text.check import TextProcessCheck
 from services.ports.store import Put
 from services.rpc.channel import auth_metadata
-from services.rpc.server import RpcServer, Service
+from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.agent import WorkerAgent
@@ -335,7 +335,7 @@ async def start_harness(
         supervisor=supervisor,
         telemetry=telemetry,
     )
-    service = Service(
+    service = RpcService(
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
         worker_pb2_grpc.add_WorkerServiceServicer_to_server,
         WorkerServicer(host, agent, clock),

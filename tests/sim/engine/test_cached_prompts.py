@@ -7,9 +7,9 @@ import pytest
 from services.core.prefix import prefix_chain
 from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.sequence import SequenceState, Status
-from simulator.engine.kv_pool import KvPool
+from simulator.engine.kv_pool import SimKvPool
 from simulator.engine.sim_executor import SimIntake
-from simulator.engine.tokens import Vocabulary
+from simulator.engine.tokens import SimVocabulary
 from tests.support.submits import make_submit
 
 PROMPT_TOKENS = 5000
@@ -20,8 +20,8 @@ class Bench:
     """A planner with one place for a long prefill, which is taken; a prompt of 5,000 tokens is cached."""
 
     def __init__(self, blocks: int = 2000) -> None:
-        self.pool = KvPool(blocks, 16)
-        self.intake = SimIntake(Vocabulary(101), None)
+        self.pool = SimKvPool(blocks, 16)
+        self.intake = SimIntake(SimVocabulary(101), None)
         limits = PlannerLimits(token_budget=512, max_sequences=8, max_long_prefills=1)
         self.planner = Planner(self.pool, limits, reuse=self.pool)
         earlier = self.sequence(0, PROMPT_TOKENS, root=1)

@@ -103,7 +103,7 @@ def play(spec: SimEngineSpec, script: list[tuple[float, Any]], *, until_s: float
             spec,
             clock=_Clock(loop),
             call_at=loop.at,
-            tell=lambda event: None,
+            report=lambda event: None,
             output_length=lambda submit: submit.sampling.seed % 1000 or None,
             observe=told.observe,
         )
@@ -264,7 +264,7 @@ def test_a_crashed_engine_takes_nothing_and_says_nothing() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         engine = SimEngine(
-            SPEC, clock=_Clock(loop), call_at=loop.at, tell=lambda event: None, observe=told.observe
+            SPEC, clock=_Clock(loop), call_at=loop.at, report=lambda event: None, observe=told.observe
         )
         engine.start()
         for at_s, act in script:

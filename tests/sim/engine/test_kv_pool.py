@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain
 from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
-from simulator.engine.kv_pool import KvPool
+from simulator.engine.kv_pool import SimKvPool
 from simulator.engine.sim_executor import SimIntake
-from simulator.engine.tokens import Vocabulary
+from simulator.engine.tokens import SimVocabulary
 from tests.support.submits import make_submit
 
 operations = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60)
@@ -21,7 +21,7 @@ operations = st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60)
 @settings(max_examples=200, deadline=None)
 @given(operations)
 def test_without_prefixes_it_counts_as_the_block_manager_does(drawn: list[tuple[bool, int]]) -> None:
-    real, counted = BlockManager(30, 4), KvPool(30, 4, cache=False)
+    real, counted = BlockManager(30, 4), SimKvPool(30, 4, cache=False)
     tables: list[tuple[list[int], list[int]]] = []
     for allocates, number in drawn:
         if allocates and number:
@@ -48,7 +48,7 @@ def test_without_prefixes_it_counts_as_the_block_manager_does(drawn: list[tuple[
         counted.check_integrity(table for _, table in tables)
 
 
-def change(real: BlockManager, counted: KvPool, number: int) -> None:
+def change(real: BlockManager, counted: SimKvPool, number: int) -> None:
     """Shrink by a third of the number or grow by it; nothing is held, so the shrink is over at once."""
     for pool in (real, counted):
         if number % 3:
@@ -58,7 +58,7 @@ def change(real: BlockManager, counted: KvPool, number: int) -> None:
 
 
 def test_a_pool_that_shrinks_waits_for_its_holders_and_evicts_the_rest() -> None:
-    pool = KvPool(10, 4, cache=False)
+    pool = SimKvPool(10, 4, cache=False)
     tables = [pool.allocate(4), pool.allocate(3)]
     assert pool.shrink(7) == 3
     assert (pool.blocks_total, pool.blocks_free, pool.is_closing) == (7, 0, True)
@@ -103,8 +103,8 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
     """Each prompt begins as others of its family do; output extends what may be found."""
     blocks, size = 48, 16
     each = PREFIX_BLOCK_TOKENS // size
-    pool, model = KvPool(blocks, size), Model()
-    intake = SimIntake(Vocabulary(101), None)
+    pool, model = SimKvPool(blocks, size), Model()
+    intake = SimIntake(SimVocabulary(101), None)
     names: dict[int, None] = {}
     for handle, (family, prompt, output) in enumerate(drawn):
         ids = [(family * 17 + index) % 101 for index in range(prompt)]
@@ -146,8 +146,8 @@ def test_sequences_one_after_the_other_find_what_a_model_of_tokens_finds(
 
 
 def test_a_prefix_in_use_is_shared_and_not_evicted() -> None:
-    pool = KvPool(16, 16)
-    intake = SimIntake(Vocabulary(101), None)
+    pool = SimKvPool(16, 16)
+    intake = SimIntake(SimVocabulary(101), None)
     ids = list(range(100))
     sequences = []
     for handle in range(2):

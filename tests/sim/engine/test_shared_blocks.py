@@ -90,7 +90,7 @@ class Rig:
             SPEC,
             clock=clock,
             call_at=loop.at,
-            tell=self.hear,
+            report=self.hear,
             output_length=lambda submit: submit.sampling.seed,
         )
         self.table = self.table_type(

@@ -228,6 +228,6 @@ def test_a_worker_that_ends_is_placed_on_no_more_at_once(fleet: SmallFleet) -> N
         await placed(fleet, 1)
         fleet.processes["worker"].crash()
         await asyncio.sleep(0.2)
-        assert not fleet.term.fleet.candidates(DIGEST)["w1"].heard
+        assert not fleet.term.fleet.candidates(DIGEST)["w1"].reporting
 
     fleet.run(main())

@@ -11,7 +11,7 @@ import pytest
 
 from simulator.kernel.connection import WINDOW
 from simulator.kernel.loop import VirtualTimeLoop
-from simulator.kernel.network import Broken, Connection, Latency, Network, Silent, Unreachable
+from simulator.kernel.network import Broken, Latency, Network, Silent, SimConnection, Unreachable
 from simulator.kernel.process import Process, Skew
 
 JITTERY = Latency(base_s=0.001, jitter_s=0.005, tail_ratio=0.1, tail_s=0.1)
@@ -26,13 +26,13 @@ class Pair:
         self.network = Network(self.loop, rng, latency)
         self.client = Process("client", self.loop, rng)
         self.server = Process("server", self.loop, rng)
-        self.ends: list[Connection] = []
+        self.ends: list[SimConnection] = []
         self.listen()
 
     def listen(self) -> None:
         self.network.listen(self.server, "server:1", self.ends.append)
 
-    async def connect(self) -> tuple[Connection, Connection]:
+    async def connect(self) -> tuple[SimConnection, SimConnection]:
         near = await self.client.spawn("connect", self.network.connect(self.client, "server:1", within_s=5.0))
         return near, self.ends[-1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from services.core.records import Priority
-from simulator.fleet.clients.client import Record, SimRequest
-from simulator.lab.report.measure import Collector, Slo
-from simulator.lab.report.report import Course, Header, Mark, Report, build
+from simulator.fleet.clients.client import RequestRecord, SimRequest
+from simulator.lab.report.measure import RecordCollector, Slo
+from simulator.lab.report.report import Course, Header, LabReport, Mark, build
 from simulator.lab.report.samples import Sample, Timeline, WorkerSample
 
 
@@ -21,9 +21,11 @@ def finished(
     queue_s: float = 0.0,
     prompt_tokens: int = 100,
     cached_tokens: int = 0,
-) -> Record:
+) -> RequestRecord:
     """Return a finished request: one token at first, then ``gaps`` of (seconds, tokens)."""
-    record = Record(0, SimRequest(tenant, prompt_tokens, 1, arrival_s=sent_s, priority=priority), sent_s)
+    record = RequestRecord(
+        0, SimRequest(tenant, prompt_tokens, 1, arrival_s=sent_s, priority=priority), sent_s
+    )
     record.first_token_s = sent_s + ttft_s
     record.gap_s = [gap_s for gap_s, _ in gaps]
     record.gap_tokens = [tokens for _, tokens in gaps]
@@ -37,16 +39,20 @@ def finished(
 
 def refused(
     reason: str, *, sent_s: float = 0.0, after_s: float = 0.1, queue_s: float = 0.0, tenant: str = "acme"
-) -> Record:
-    record = Record(0, SimRequest(tenant, 100, 1, arrival_s=sent_s), sent_s, outcome=reason, queue_s=queue_s)
+) -> RequestRecord:
+    record = RequestRecord(
+        0, SimRequest(tenant, 100, 1, arrival_s=sent_s), sent_s, outcome=reason, queue_s=queue_s
+    )
     record.ended_s = sent_s + after_s
     return record
 
 
-def sample_report(*, names: tuple[str, ...] = ("acme", "globex"), seconds: int = 60, seed: int = 1) -> Report:
+def sample_report(
+    *, names: tuple[str, ...] = ("acme", "globex"), seconds: int = 60, seed: int = 1
+) -> LabReport:
     """Return a report of a made-up run with everything in it."""
     rng = Random(seed)
-    collector, timeline = Collector(Slo()), Timeline()
+    collector, timeline = RecordCollector(Slo()), Timeline()
     for number in range(seconds * 5):
         at_s, tenant = number / 5, names[number % len(names)]
         if number % 17 == 0:

@@ -8,7 +8,7 @@ from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from simulator.lab.report import measure
 from simulator.lab.report.fairness import fairness, jain
-from simulator.lab.report.measure import MAX_BINS, OTHERS, Bins, Collector, Slo
+from simulator.lab.report.measure import MAX_BINS, OTHERS, Bins, RecordCollector, Slo
 from simulator.lab.report.samples import MAX_SAMPLES, Sample, Timeline, WorkerSample
 from tests.sim.lab.records import finished, refused
 
@@ -18,7 +18,7 @@ def near(value: float) -> object:
 
 
 def test_latencies_are_counted_where_they_belong() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     collector.take(finished(ttft_s=0.4, queue_s=0.1, gaps=((0.02, 1), (0.06, 3))))
     collector.take(finished(ttft_s=0.8, tenant="globex", priority=Priority.BATCH))
     acme = collector.groups["acme", Priority.STANDARD]
@@ -30,7 +30,7 @@ def test_latencies_are_counted_where_they_belong() -> None:
 
 
 def test_itl_weighs_a_gap_by_its_tokens() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     collector.take(finished(gaps=((0.9, 1), (0.9, 9))))
     itl = collector.groups["acme", Priority.STANDARD].itl
     assert itl.count == 10
@@ -38,7 +38,7 @@ def test_itl_weighs_a_gap_by_its_tokens() -> None:
 
 
 def test_goodput_counts_finished_requests_within_both_targets() -> None:
-    collector = Collector(Slo(ttft_s=1.0, tpot_s=0.1))
+    collector = RecordCollector(Slo(ttft_s=1.0, tpot_s=0.1))
     collector.take(finished(ttft_s=1.0, gaps=((0.05, 1),)))
     collector.take(finished(ttft_s=1.1, gaps=((0.05, 1),)))
     collector.take(finished(ttft_s=0.1, gaps=((0.2, 1),)))
@@ -50,7 +50,7 @@ def test_goodput_counts_finished_requests_within_both_targets() -> None:
 
 
 def test_tenants_together_are_one_population() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     for ttft_s in (0.1, 0.2, 0.3):
         collector.take(finished(tenant="acme", ttft_s=ttft_s))
     collector.take(finished(tenant="globex", priority=Priority.BATCH, ttft_s=4.0))
@@ -61,7 +61,7 @@ def test_tenants_together_are_one_population() -> None:
 
 
 def test_refusals_are_counted_by_reason_and_have_no_ttft() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     collector.take(refused("QUEUE_FULL"))
     collector.take(refused("QUEUE_TIMEOUT", queue_s=30.0))
     group = collector.groups["acme", Priority.STANDARD]
@@ -71,7 +71,7 @@ def test_refusals_are_counted_by_reason_and_have_no_ttft() -> None:
 
 
 def test_requests_of_the_warm_up_count_over_time_only() -> None:
-    collector = Collector(Slo(), warm_up_s=10.0)
+    collector = RecordCollector(Slo(), warm_up_s=10.0)
     collector.take(finished(sent_s=9.9))
     collector.take(finished(sent_s=10.0))
     assert collector.groups["acme", Priority.STANDARD].sent == 1
@@ -79,7 +79,7 @@ def test_requests_of_the_warm_up_count_over_time_only() -> None:
 
 
 def test_service_is_counted_when_it_is_given() -> None:
-    collector = Collector(Slo(), ServiceWeights(prompt=1.0, cached=0.1, output=2.0))
+    collector = RecordCollector(Slo(), ServiceWeights(prompt=1.0, cached=0.1, output=2.0))
     collector.take(
         finished(sent_s=0.0, ttft_s=1.5, gaps=((1.0, 3), (1.0, 4)), prompt_tokens=100, cached_tokens=40)
     )
@@ -89,7 +89,7 @@ def test_service_is_counted_when_it_is_given() -> None:
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     for number in range(measure.MAX_GROUPS + 50):
         collector.take(finished(tenant=f"tenant-{number}"))
     assert len(collector.groups) == measure.MAX_GROUPS + 1
@@ -122,7 +122,7 @@ def test_jain_is_one_for_equals_and_one_in_n_for_one_who_has_all() -> None:
         jain([])
 
 
-def waits(collector: Collector, tenant: str, served_per_s: int, *, until_s: int = 40) -> None:
+def waits(collector: RecordCollector, tenant: str, served_per_s: int, *, until_s: int = 40) -> None:
     """A tenant that always has two requests in the queue and is served evenly."""
     for second in range(until_s):
         collector.take(
@@ -137,7 +137,7 @@ def waits(collector: Collector, tenant: str, served_per_s: int, *, until_s: int 
 
 
 def test_fairness_compares_tenants_that_wait_at_the_same_time() -> None:
-    collector = Collector(Slo(), ServiceWeights(output=0.0))
+    collector = RecordCollector(Slo(), ServiceWeights(output=0.0))
     waits(collector, "acme", 300)
     waits(collector, "globex", 100)
     collector.take(finished(tenant="idle", prompt_tokens=50_000))
@@ -149,7 +149,7 @@ def test_fairness_compares_tenants_that_wait_at_the_same_time() -> None:
 
 
 def test_weights_divide_the_service() -> None:
-    collector = Collector(Slo(), ServiceWeights(output=0.0))
+    collector = RecordCollector(Slo(), ServiceWeights(output=0.0))
     waits(collector, "acme", 300)
     waits(collector, "globex", 100)
     found = fairness(collector, {"acme": 3.0})
@@ -158,7 +158,7 @@ def test_weights_divide_the_service() -> None:
 
 
 def test_a_tenant_that_does_not_wait_is_not_compared() -> None:
-    collector = Collector(Slo())
+    collector = RecordCollector(Slo())
     for second in range(40):
         collector.take(finished(sent_s=float(second), tenant="acme"))
         collector.take(finished(sent_s=float(second), tenant="globex", prompt_tokens=9000))

@@ -89,7 +89,7 @@ class _Lenient(FleetView):
         shut = [
             name
             for name, held in self.candidates(digest).items()
-            if held.ejected and held.ready and held.heard
+            if held.ejected and held.ready and held.reporting
         ]
         if isinstance(found, Chosen) and shut:
             return replace(found, worker_id=rng.choice(shut))

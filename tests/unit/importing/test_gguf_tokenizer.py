@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from fairway.formats.tokenizer_files import read_tokenizer_files, require_decodable
 from fairway.importing.gguf_file import GgufFile
-from fairway.importing.gguf_tokenizer import SPLITS, Tokens, tokens_of
+from fairway.importing.gguf_tokenizer import SPLITS, GgufTokens, tokens_of
 from tests.support.gguf_files import CONTROL, NORMAL, TEMPLATE, USER, byte_alphabet, byte_level, sentencepiece
 
 TEXTS = (
@@ -25,7 +25,7 @@ TEXTS = (
 )
 
 
-def tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, Tokens]:
+def tokenizer(metadata: dict[str, Any]) -> tuple[Tokenizer, GgufTokens]:
     found = tokens_of(GgufFile(Path("m.gguf"), metadata, {}), 1000)
     text = json.dumps(found.tokenizer)
     require_decodable(text.encode())

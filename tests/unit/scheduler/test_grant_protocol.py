@@ -235,7 +235,7 @@ def a_silent_worker_gets_nothing(fleet: Fleet) -> None:
     connected(fleet)
     fleet.clock.now_s += 2.6
     ask(fleet, 1)
-    assert not fleet.term.fleet.candidates(DIGEST)["w0"].heard
+    assert not fleet.term.fleet.candidates(DIGEST)["w0"].reporting
     assert len(fleet.term.queue) == 1
     fleet.report(fleet.workers[0])
     fleet.deliver(0)

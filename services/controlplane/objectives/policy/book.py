@@ -18,14 +18,15 @@ from services.core.estimates.traffic_shapes import TrafficShapes
 from services.core.records import Objective, Priority
 
 INTERVAL_S: Final = 600.0
-INTERVALS: Final = 7  # of series: the last hour, which begins within an interval
+INTERVALS: Final = 7  # intervals of series: the last hour, which begins within an interval
 SERIES_S: Final = (INTERVALS - 1) * INTERVAL_S
-MAX_SERIES: Final = 5_000  # of an interval; further tenants share one
+MAX_SERIES: Final = 5_000  # most series of an interval; further tenants share one
 MAX_BURNS: Final = 2_000
-MAX_STEPS: Final = 4  # of a model
+MAX_STEPS: Final = 4  # most steps of a model
 MAX_WINDOWS: Final = 256
 MAX_SHAPED: Final = 256  # models with shapes of traffic
-SHAPES_KEPT: Final = 0.97  # of their weight, from one interval to the next: half of it after 4 hours
+# part of their weight that shapes keep from one interval to the next: half of it after 4 hours
+SHAPES_KEPT: Final = 0.97
 SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
 REPORT_S: Final = 2.0  # the time between two reports of a gateway
 OTHER: Final = "(other)"
@@ -52,8 +53,8 @@ class BurnKey:
 
 @dataclass(slots=True)
 class StepSums:
-    """The arms of a step by version digest and cluster. Of its first and its last report: ``began_s`` and
-    ``seen_s``.
+    """The arms of a step by version digest and cluster. ``began_s`` is its first report's time, ``seen_s``
+    its last one's.
     """
 
     arms: dict[str, dict[int, SliSums]] = field(default_factory=dict)
@@ -63,7 +64,7 @@ class StepSums:
 
 @dataclass(slots=True)
 class SliBook:
-    """``number``: of the snapshot that it was loaded from or stored in last."""
+    """``number`` is the number of the snapshot that it was loaded from or stored in last."""
 
     number: int = 0
     sources: dict[str, SliSource] = field(default_factory=dict)

@@ -18,7 +18,7 @@ HOUR_S: Final = 3600.0
 DAY_S: Final = 86_400.0
 WINDOWS_S: Final = (300.0, 1800.0, HOUR_S, 6 * HOUR_S, 3 * DAY_S)
 BUDGET_S: Final = 28 * DAY_S
-MIN_EVENTS: Final = 20  # in the long window, before an alert
+MIN_EVENTS: Final = 20  # events in the long window before an alert is possible
 # The most urgent first: how many times the allowed rate, over which windows.
 ALERTS: Final = (
     (BurnAlert.ACUTE, 14.4, HOUR_S, 300.0),

@@ -22,13 +22,13 @@ from typing import Final
 from services.core.arms import ArmWindow, SliSums, latency_sketch
 from services.core.estimates.sketch import Sketch, merged
 
-MIN_CLUSTERS: Final = 12  # of each arm: fewer give no variance
+MIN_CLUSTERS: Final = 12  # fewest clusters of each arm: fewer give no variance
 QUANTILE: Final = 0.95
 _MIN_EVENT_CLUSTERS: Final = 4  # an error ratio fails only if sessions of as many clusters had errors
 _QUANTILE_EFFECT: Final = 0.05  # further share of values above the threshold that a gate is tuned for
 _MIN_CLASS: Final = 200  # values of the baseline that have a 95th percentile of their own
 _TUNED_Z: Final = 5.0  # standard errors of the effect at which the bound is tightest
-_LARGE: Final = 8.0  # by the effect: the larger one that the bound is tuned for too
+_LARGE: Final = 8.0  # the larger effect that the bound is tuned for too
 _NEVER: Final = -math.inf
 
 Pair = tuple[float, float]
@@ -53,8 +53,8 @@ class Comparison:
     def bound(self, error_ratio: float) -> float:
         """Return the bound that the statistic crosses with ``error_ratio`` at most, over all looks.
 
-        The lower of two boundaries that share it: one is tightest where the effect stands out, the other
-        where a much larger one does. By the first alone, half of all requests could fail for minutes.
+        It is the lower of two boundaries that share it: one is tightest where the effect stands out, the
+        other where a much larger one does. With only the first, half of all requests could fail for minutes.
         """
         share = error_ratio / (2 * self.sides)
         return min(_boundary(share, self.information), _boundary(share, _LARGE**2 * self.information))
@@ -169,8 +169,8 @@ def _share_test(
 def _variance_without(base: _Ratio, other: _Ratio, margin: float) -> float:
     """Return the variance of the difference if the candidate exceeded the baseline by just the margin.
 
-    It tunes the bound. A share of one half has the largest variance of all: by its own, a candidate that
-    fails half of its requests would need more of them than one that fails few.
+    It tunes the bound. A share of one half has the largest variance of all: with its own variance, a
+    candidate that fails half of its requests would need more of them than one that fails few.
     """
     share = max(base.value, 1 / base.total)
     tolerated = min(0.5, share + margin)

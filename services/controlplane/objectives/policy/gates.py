@@ -31,7 +31,8 @@ class GateMetric(StrEnum):
     """What is compared. Margins of ratios 0..1 are differences; those of the others are factors."""
 
     ERROR_RATIO = "error_ratio"
-    BROKEN_RATIO = "broken_ratio"  # of the requests that sent a token: completion is the rest
+    # share of the requests that sent a token and were broken off; completion is the rest
+    BROKEN_RATIO = "broken_ratio"
     TTFT_P95 = "ttft_p95"
     ITL_P95 = "itl_p95"
     OUTPUT_LENGTH = "output_length"  # mean; longer and shorter are regressions
@@ -67,7 +68,7 @@ class GatePlan:
     false_pass_ratio: float = 0.05
     # Gates of the rollout that share the false alarms.
     gates: int = 1
-    # Of each arm, before anything is judged.
+    # minimum for each arm before anything is judged
     min_requests: int = 100
     min_sessions: int = 30
     # Metrics whose regression the operator accepts, and why. They are shown and do not count.
@@ -105,7 +106,7 @@ class MetricEvidence:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """The verdict of a gate and why. ``waits_for``: what is missing before anything is judged."""
+    """The verdict of a gate and why. ``waits_for`` states what is missing before anything is judged."""
 
     verdict: Verdict
     evidence: tuple[MetricEvidence, ...]

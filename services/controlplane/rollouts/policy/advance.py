@@ -39,7 +39,7 @@ BASELINE_S: Final = 60.0
 
 
 def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
-    """Return the rollout's next state, or the same one. ``reports``: of the present step, by candidate."""
+    """Return the rollout's next state, or the same one. ``reports`` has the present step's, by candidate."""
     match rollout.phase:
         case RolloutPhase.LOADING:
             return _loading(rollout, facts, now_unix_s)

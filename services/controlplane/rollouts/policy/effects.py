@@ -38,10 +38,11 @@ def weights_of(rollout: Rollout) -> dict[str, int]:
 
 
 def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
-    """Return on how many workers an arm runs beside ``replicas`` stable ones.
+    """Return on how many workers an arm runs while ``replicas`` stable ones serve.
 
     The next step's replicas are loaded once the gate has passed: before, they would make the load of the
-    arms' replicas unequal. Worker by worker, they are of the ``replicas``, and the last stays stable.
+    arms' replicas unequal. Worker by worker, they replace some of the ``replicas``, and the last stays
+    stable.
     """
     if rollout.by_worker:
         at_end = rollout.phase is RolloutPhase.SOAKING
@@ -60,10 +61,11 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
 
 
 def kv_bp_of(rollout: Rollout, name: str) -> int:
-    """Return the traffic that an arm gets KV memory for beside the stable version, in basis points.
+    """Return the share of traffic, in basis points, that sets an arm's part of the KV memory.
 
-    It is that of the present step, or of the next once that is prepared. Where all traffic changes at once,
-    half; the stable version has a quarter until the rollout is final, so that a rollback finds room.
+    It is the share of the present step, or of the next once that is prepared. Where all traffic changes at
+    once, it is half; the stable version has a quarter until the rollout is final, so that a rollback finds
+    room.
     """
     match rollout.strategy:
         case RolloutStrategy.AB:
@@ -86,10 +88,10 @@ def replicas_for(weight_bp: int, replicas: int) -> int:
 
 
 def replicas_beside(weight_bp: int, replicas: int, stable_bp: int | None = None) -> int:
-    """Return the replicas that serve a weight beside ``replicas`` stable ones, which keep ``stable_bp``.
+    """Return the replicas that serve a weight while ``replicas`` stable ones keep ``stable_bp``.
 
     A replica has at most ``MOST_LOAD_RATIO`` times the traffic of a stable one, as long as no more replicas
-    than stable ones are needed for it. ``stable_bp`` None: the rest of the traffic.
+    than stable ones are needed for it. ``stable_bp`` None means the rest of the traffic.
     """
     rest_bp = WHOLE_BP - weight_bp if stable_bp is None else stable_bp
     if rest_bp <= 0:
@@ -121,9 +123,9 @@ def weight_of_step(rollout: Rollout, step: int) -> int:
 
 
 def _weight_while_moving(rollout: Rollout, replicas: int) -> int:
-    """Return the candidate's weight while a worker passes from the stable version to it: by the replicas of
-    both that serve meanwhile, so that all of them have the same load. ``fit.by_worker`` gives the next
-    step no smaller weight: sessions would go to the candidate and back.
+    """Return the candidate's weight while a worker passes from the stable version to it. It follows the
+    replicas of both that serve meanwhile, so that all of them have the same load. ``fit.by_worker`` gives the
+    next step no smaller weight: sessions would go to the candidate and back.
     """
     serving = replicas_by_worker(rollout.weight_bp, replicas)
     return max(rollout.weight_bp, serving * WHOLE_BP // max(1, replicas - 1))
@@ -193,8 +195,9 @@ def load_ratio(route: ModelRoute, name: str) -> float:
 def measured_ratio(route: ModelRoute, name: str, stable: float, candidate: float) -> float:
     """Return the traffic on a replica of an arm over that on a replica of the stable one, as measured.
 
-    Of a shadow, since a gateway leaves copies out when it has no capacity for them, and of a soak, whose
-    baseline served at another time. ``stable`` and ``candidate``: their requests, in the same time.
+    It is measured for a shadow, since a gateway leaves copies out when it has no capacity for them, and for a
+    soak, whose baseline served at another time. ``stable`` and ``candidate`` are their requests in the same
+    time.
     """
     arm = route.arm(name)
     if arm is None or not stable:

@@ -9,7 +9,8 @@ from typing import Final
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
 
-PROBE_FAILED: Final = "PROBE_FAILED"  # of a version: what it answers will not do, however often it is asked
+# reason of a version whose answers will not do, however often it is probed
+PROBE_FAILED: Final = "PROBE_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ArmFacts:
     ready: int = 0
     # Workers that report it in any state.
     loaded: int = 0
-    # Those among them on which it failed for good, and why.
+    # workers on which it failed for good; ``why`` is the reason of one of them
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0
@@ -32,9 +33,10 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """``replicas``: those of the deployment. ``arms``: by name. ``unplaced``: why an arm lacks a worker, by
-    name. ``measured``: the sums of the present step are complete, which they are not just after a failover.
-    ``unmeasured``: what the stable version has too few of to be compared with, empty for nothing.
+    """``replicas`` are the deployment's, ``arms`` are by name. ``unplaced`` states why an arm lacks a worker,
+    by name. ``measured``: the sums of the present step are complete, which they are not just after a
+    failover. ``unmeasured`` names what the stable version has too little of for a comparison, empty for
+    nothing.
     """
 
     replicas: int
@@ -54,7 +56,7 @@ def facts_of(
     unplaced: Mapping[str, str],
     alarms: Mapping[str, str],
 ) -> RolloutFacts:
-    """Return the facts of the stable version and of each candidate. ``alarms``: by name."""
+    """Return the facts of the stable version and of each candidate. ``alarms`` are by name."""
     names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}
     found: dict[str, ArmFacts] = {}
     for worker in workers:
@@ -68,7 +70,7 @@ def facts_of(
 
 def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFacts:
     ready = version.state is VersionState.READY and not draining
-    # Without a scheduled attempt, or after several, another attempt is not expected to help.
+    # A version without a scheduled attempt, or after several, is not expected to load.
     lost = version.state is VersionState.FAILED and (not version.retry_unix_s or version.failed_attempts >= 3)
     why = f"{version.reason or 'FAILED'}: {version.message}" if lost else facts.why
     return ArmFacts(

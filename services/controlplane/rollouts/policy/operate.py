@@ -23,10 +23,10 @@ _UNDONE: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """``to_end``: all traffic at once. ``arm``: of an A/B test. ``accepted``: metrics that no longer count,
-    and why.
+    """``to_end`` moves all traffic at once. ``arm`` names one of an A/B test. ``accepted`` has the metrics
+    that no longer count, and why.
 
-    With only ``accepted`` the step does not change.
+    The step does not change if only ``accepted`` is set.
     """
 
     to_end: bool = False

@@ -24,8 +24,8 @@ MAX_SOURCES: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """Consecutive events of a source. Those up to ``lost_until`` that are not stored yet were lost there, but
-    for ``apart`` of them, which the source set apart."""
+    """Consecutive events of a source. Those up to ``lost_until`` that are not stored yet were lost there,
+    except for ``apart`` of them, which the source set aside."""
 
     source: str
     first: int
@@ -36,8 +36,8 @@ class UsageReport:
 
 @dataclass(frozen=True, slots=True)
 class SourceEvents:
-    """Events of a report that were not stored before. ``last``: the number of the last one. ``apart``:
-    missing numbers before them that are not lost; not stored."""
+    """Events of a report that were not stored before. ``last`` is the number of the last one. ``apart``
+    counts missing numbers before them that are not lost; not stored."""
 
     source: str
     last: int
@@ -75,10 +75,10 @@ class StoredSource:
 
 @dataclass(slots=True)
 class LedgerBook:
-    """``sums``: what was booked since the last checkpoint. ``hours``: the objects with all that was booked
-    before, by hour, each named by the segment with which it ends."""
+    """``sums`` has what was booked since the last checkpoint. ``hours`` names the objects with all that was
+    booked before: each hour's is named by the segment with which it ends."""
 
-    number: int = 0  # of the last segment
+    number: int = 0  # number of the last segment
     booked_s: float = 0.0
     sources: dict[str, StoredSource] = field(default_factory=dict)
     requests: OpenRequests = field(default_factory=OpenRequests)

@@ -28,7 +28,7 @@ SETTLED_KEEP_S: Final = 3900.0  # longer than the body of an idempotency key, wh
 CHARGED_KEEP_S: Final = 30 * 86_400.0
 MAX_SETTLED: Final = 500_000
 MAX_WAITING: Final = 200_000
-MAX_SEQUENCES: Final = 1024  # of one request
+MAX_SEQUENCES: Final = 1024  # most sequences of one request
 _SKEW_S: Final = 60.0
 
 Post = Callable[[Line, Amounts], Line]
@@ -37,8 +37,8 @@ Post = Callable[[Line, Amounts], Line]
 class Open(Struct, frozen=True):
     """A request that further reports may follow for.
 
-    ``line``: where ``booked`` is booked; None: nothing is. ``sequences``: the workers' reports, while no
-    gateway reported it. ``charged``: what the request was charged from them.
+    ``line`` states where ``booked`` is booked; None: nothing is. ``sequences`` are the workers' reports while
+    no gateway reported it. ``charged`` is what the request was charged from them.
     """
 
     reported_s: float

@@ -25,7 +25,7 @@ from services.gateway.faces.batches.types import (
     file_object,
 )
 from services.gateway.faces.batches.uploads import FORM_BYTES, UPLOAD_TIMEOUT_S, read_form
-from services.gateway.faces.openai.endpoint import BYTES, FORM, JSON, Access, Endpoint, Exchange, Handler
+from services.gateway.faces.openai.endpoint import BYTES, FORM, JSON, Access, ApiEndpoint, Exchange, Handler
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, expect_body, read_body
 from services.gateway.faces.openai.types import parse_body
@@ -45,7 +45,7 @@ class BatchesFace:
         self._limits = limits
         self._bodies = bodies
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         a_file, a_batch = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
         form: dict[str, Any] = {"takes": (FORM,), "body": UploadForm, "headers": _KEY, "answer": FileObject}
         order: dict[str, Any] = {"takes": (JSON,), "body": BatchBody, "headers": _KEY, "answer": BatchObject}
@@ -63,7 +63,7 @@ class BatchesFace:
             ("POST", f"{a_batch}/cancel", self.cancel, "no body; cancels it", {"answer": BatchObject}),
         )
         return tuple(
-            Endpoint(method, path, Access.TENANT, handler, accepts, **declared)
+            ApiEndpoint(method, path, Access.TENANT, handler, accepts, **declared)
             for method, path, handler, accepts, declared in routes
         )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 UPLOAD_TIMEOUT_S: Final = 600.0
-# Of the form beside the file's own bytes.
+# most bytes of the form without the file's own
 FORM_BYTES: Final = 64 * 1024
 MAX_FIELDS: Final = 16
 MAX_VALUE_BYTES: Final = 1024
@@ -35,7 +35,7 @@ Write = Callable[[bytes], Awaitable[None]]
 
 @dataclass(slots=True)
 class Form:
-    """The fields of a form beside the file, and the file's name."""
+    """The fields of the form and the file's name."""
 
     values: dict[str, str] = field(default_factory=dict)
     filename: str = ""

@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from services.gateway.faces.openai.endpoint import BYTES, JSON, Access, Endpoint
+from services.gateway.faces.openai.endpoint import BYTES, JSON, Access, ApiEndpoint
 from services.gateway.faces.openai.types import HINTS, neutral_values
 
 OPENAPI: Final = "3.1.0"
@@ -28,7 +28,7 @@ _UNLISTED: Final = ("authorization", "x-api-key", "content-encoding")
 
 
 def document_of(
-    endpoints: Sequence[Endpoint], headers: Mapping[str, str], *, version: str, title: str = "Fairway"
+    endpoints: Sequence[ApiEndpoint], headers: Mapping[str, str], *, version: str, title: str = "Fairway"
 ) -> dict[str, Any]:
     """Return the document of these routes. ``headers``: the request headers with their meaning."""
     kinds = list(
@@ -57,7 +57,7 @@ def document_of(
     }
 
 
-def path_of(endpoint: Endpoint) -> str:
+def path_of(endpoint: ApiEndpoint) -> str:
     return _PARAMETER.sub(r"{\1}", endpoint.path)
 
 
@@ -93,7 +93,7 @@ def _structs_within(kinds: Iterable[Any]) -> Iterator[type[Struct]]:
         waiting += [inner for inner in get_args(kind) if inner not in seen]
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
+def _operation(endpoint: ApiEndpoint) -> dict[str, Any]:
     path = path_of(endpoint)
     name = re.sub(r"[^a-z0-9]+", "_", f"{endpoint.method} {path}".lower()).strip("_")
     operation: dict[str, Any] = {"operationId": name, "summary": endpoint.accepts, "security": []}

@@ -12,7 +12,7 @@ from services.gateway.requests.streaming import Completion
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
 
-_SLICE_ENTRIES: Final = 256  # with their alternatives, a few milliseconds
+_SLICE_ENTRIES: Final = 256  # entries of one slice: with their alternatives they take a few milliseconds
 _DEGRADATIONS: Final = {
     DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
     DegradationKind.SMALLER_MODEL: inference_pb2.DEGRADATION_KIND_SMALLER_MODEL,

@@ -121,7 +121,7 @@ class MessageFrames:
         return self._event("content_block_stop", index=event.index)
 
     def _event(self, name: str, /, mark: str = "", **fields: Any) -> bytes:
-        """Return an event of more than a delta. ``mark``: what else two of the name differ by."""
+        """Return an event of more than a delta. ``mark`` is what two events of the same name differ by."""
         return self._written(name, **fields) if self._numbers.counts(f"{name} {mark}") else b""
 
     def _written(self, name: str, /, **fields: Any) -> bytes:

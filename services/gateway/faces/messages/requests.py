@@ -140,13 +140,13 @@ def _tools(body: CountBody) -> dict[str, Any]:
         return {"tools": tools}
     if (choice.type == "tool") != (choice.name is not None):
         raise InvalidInput("tool_choice.name is of the type tool", field="tool_choice.name")
-    asked: str | ToolSelection = "required" if choice.type == "any" else choice.type
+    selection: str | ToolSelection = "required" if choice.type == "any" else choice.type
     if choice.name is not None:
         if choice.name in searches:
             raise left_out(searches[choice.name], "tool_choice.name")
-        asked = ToolSelection("function", ChosenFunction(choice.name))
+        selection = ToolSelection("function", ChosenFunction(choice.name))
     single = bool(choice.disable_parallel_tool_use)
-    return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": not single}
+    return {"tools": tools, "tool_choice": selection, "parallel_tool_calls": not single}
 
 
 def _turns(turn: MessagesTurn, path: str) -> Iterator[ChatTurn]:
@@ -193,7 +193,7 @@ def _read(given: Raw, role: str, path: str, found: _Parts) -> None:
             found.texts.append(required(part.text, f"{path}text"))
         case "thinking", "assistant":
             found.thinking.append(required(part.thinking, f"{path}thinking"))
-        case "redacted_thinking", "assistant":  # of another server: no model here reads it
+        case "redacted_thinking", "assistant":  # No model here reads what another server wrote.
             pass
         case "tool_use", "assistant":
             name = required(part.name, f"{path}name")

@@ -20,7 +20,7 @@ from services.gateway.faces.messages.types import (
     MessagesErrorBody,
     TokensCount,
 )
-from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
 from services.gateway.faces.transport.event_numbers import keyed_numbers
@@ -55,9 +55,9 @@ class MessagesFace:
         self._bodies = bodies
         self._event_secret = event_secret
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         return (
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/messages",
                 Access.TENANT,
@@ -72,7 +72,7 @@ class MessagesFace:
                 error=MessagesErrorBody,
                 streams=True,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/messages/count_tokens",
                 Access.TENANT,

@@ -20,24 +20,24 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     text: str | None = None
     thinking: str | None = None
-    # Of thinking that this server produced, and of any other: without effect.
+    # signature of thinking, which has no effect
     signature: str | None = None
     data: str | None = None
-    # Of tool_use.
+    # fields of tool_use
     id: str | None = None
     name: str | None = None
     input: Any = None
-    # Of tool_result.
+    # fields of tool_result
     tool_use_id: str | None = None
     content: str | list[MessagesPart] | None = None
     # Stated in the text of the result.
     is_error: bool | None = None
-    # Of tool_reference: a tool that a search of the client's found.
+    # a tool that a search of the client's found, in a tool_reference
     tool_name: str | None = None
     cache_control: CacheControl | None = None
     # A hint: the sources of a text that another server's search found.
     citations: Any = None
-    # Of a document or a search_result, which is refused by its source.
+    # fields of a document or a search_result, which is refused by its source
     title: Any = None
     context: Any = None
     caller: Any = None

@@ -58,7 +58,7 @@ class UsageBody(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    # Of chat; absent where several tokens spell the mark that ends the reasoning.
+    # tokens of the reasoning of a chat; absent where several tokens spell the mark that ends it
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
@@ -173,7 +173,7 @@ class _Whole(Struct, frozen=True, kw_only=True):
     id: str
     # The object type in the dialect.
     object: str
-    # In seconds of Unix time.
+    # seconds of Unix time
     created: int
     model: str
     system_fingerprint: str
@@ -339,7 +339,7 @@ def answer_message(answer: AssistantAnswer) -> AnswerMessage:
 
 
 def _delta(parts: Sequence[OutputPart]) -> _Delta:
-    """Return the delta of one event: of each call one piece, since an event is one frame."""
+    """Return the delta of one event. It has one piece of each call, since an event is one frame."""
     if len(parts) == 1 and isinstance(parts[0], ContentText):  # nearly always
         return _Delta(content=parts[0].text or UNSET)
     answer, named = answer_of(parts), {part.index: part for part in parts if isinstance(part, CallDelta)}
@@ -395,7 +395,7 @@ class Frames:
         self._request = request
         head = _encode(answer.head(request.dialect, chunk=True))
         self._before = b"data: " + head[:-1] + b',"choices":['
-        # When usage is requested, every frame but the last has a null usage.
+        # Every frame but the last has a null usage when usage is requested.
         self._after = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
         self._offsets: dict[int, int] = {}
         self._split: set[int] = set()  # choices whose output has parts

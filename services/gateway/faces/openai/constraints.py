@@ -10,7 +10,7 @@ from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.generation import JSON_OBJECT
 from services.gateway.faces.openai.types import Options, ResponseFormat, StructuredOutputs, require_neutral
 
-_MAX_CHOICES = 1024  # as in the proto
+_MAX_CHOICES = 1024  # the bound in the proto
 
 
 def constraint_of(body: Options) -> common_pb2.Constraint | None:
@@ -26,55 +26,55 @@ def constraint_of(body: Options) -> common_pb2.Constraint | None:
         "guided_grammar": _text("grammar", body.guided_grammar, "guided_grammar"),
         "structured_outputs": _of_structured(body.structured_outputs),
     }
-    asked = {name: constraint for name, constraint in found.items() if constraint is not None}
-    if len(asked) > 1:
-        first, second, *_ = asked
+    requested = {name: constraint for name, constraint in found.items() if constraint is not None}
+    if len(requested) > 1:
+        first, second, *_ = requested
         raise InvalidInput(f"{first} and {second} both constrain the output; send one", field=second)
-    return next(iter(asked.values()), None)
+    return next(iter(requested.values()), None)
 
 
-def _of_format(asked: ResponseFormat | None) -> common_pb2.Constraint | None:
-    if asked is None:
+def _of_format(requested: ResponseFormat | None) -> common_pb2.Constraint | None:
+    if requested is None:
         return None
-    if asked.type != "json_schema" and asked.json_schema is not None:
+    if requested.type != "json_schema" and requested.json_schema is not None:
         raise InvalidInput(
             "response_format.json_schema needs the type json_schema", field="response_format.json_schema"
         )
-    match asked.type:
+    match requested.type:
         case "text":
             return None
         case "json_object":
             return common_pb2.Constraint(json_schema=JSON_OBJECT)
         case "json_schema":
-            if asked.json_schema is None:
+            if requested.json_schema is None:
                 raise InvalidInput(
                     "response_format.json_schema is required", field="response_format.json_schema"
                 )
-            if asked.json_schema.schema is None:  # any value
+            if requested.json_schema.schema is None:  # any value
                 return common_pb2.Constraint(json_schema="{}")
-            return _schema(asked.json_schema.schema, "response_format.json_schema.schema")
+            return _schema(requested.json_schema.schema, "response_format.json_schema.schema")
     raise UnsupportedFeature(
-        f"response_format.type {asked.type[:64]!r} is not offered by this server: text, json_object and "
+        f"response_format.type {requested.type[:64]!r} is not offered by this server: text, json_object and "
         "json_schema are",
         field="response_format.type",
     )
 
 
-def _of_structured(asked: StructuredOutputs | None) -> common_pb2.Constraint | None:
-    if asked is None:
+def _of_structured(requested: StructuredOutputs | None) -> common_pb2.Constraint | None:
+    if requested is None:
         return None
-    require_neutral(asked, "structured_outputs.")
+    require_neutral(requested, "structured_outputs.")
     found = [
-        _schema(asked.json, "structured_outputs.json"),
-        _text("regex", asked.regex, "structured_outputs.regex"),
-        _choice(asked.choice, "structured_outputs.choice"),
-        _text("grammar", asked.grammar, "structured_outputs.grammar"),
-        common_pb2.Constraint(json_schema=JSON_OBJECT) if asked.json_object else None,
+        _schema(requested.json, "structured_outputs.json"),
+        _text("regex", requested.regex, "structured_outputs.regex"),
+        _choice(requested.choice, "structured_outputs.choice"),
+        _text("grammar", requested.grammar, "structured_outputs.grammar"),
+        common_pb2.Constraint(json_schema=JSON_OBJECT) if requested.json_object else None,
     ]
-    asked_for = [constraint for constraint in found if constraint is not None]
-    if len(asked_for) > 1:
+    stated = [constraint for constraint in found if constraint is not None]
+    if len(stated) > 1:
         raise InvalidInput("structured_outputs has more than one constraint", field="structured_outputs")
-    return asked_for[0] if asked_for else None
+    return stated[0] if stated else None
 
 
 def _schema(schema: dict[str, Any] | bool | str | None, field: str) -> common_pb2.Constraint | None:

@@ -55,7 +55,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class ApiEndpoint:
     """A route, its access rule, and what it takes and returns, for its description."""
 
     method: str

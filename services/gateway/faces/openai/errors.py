@@ -117,7 +117,7 @@ def error_headers(error: FairwayError) -> list[Header]:
 
 
 def public_message(error: FairwayError) -> str:
-    """Return the text for the client: of a bug only its incident id."""
+    """Return the text for the client; a bug's is only its incident id."""
     if not isinstance(error, InternalError) and status_of(error) != 500:
         return error.message
     incident = error.metadata.get("incident")

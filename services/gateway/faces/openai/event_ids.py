@@ -155,6 +155,6 @@ def _context_of(request: ApiRequest, tenant_id: str) -> bytes:
     key = request.generations[0].idempotency_key if request.generations else ""
     usage = (request.include_usage, request.continuous_usage)
     form = (request.dialect, request.choices, len(request.generations), *usage)
-    # Without echo an id is also that of a gateway of the release before.
+    # The context without echo is that of gateways of the preceding release, so their ids stay valid.
     echo = (True,) if request.echo else ()
     return _encode((tenant_id, key, form, request.logprobs, request.stage_clock, *echo))

@@ -28,7 +28,8 @@ from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
 
-PROMPTS_AT_ONCE: Final = 32  # of one request; the others wait, and take no place in a queue
+# prompts of one request that run at once; the others wait, and take no place in a queue
+PROMPTS_AT_ONCE: Final = 32
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
 # The answer is that of an earlier request with the same idempotency key.
@@ -56,9 +57,9 @@ class EventStream:
         created_unix_s: int,
         status_due: Callable[[], bool],
     ) -> None:
-        """``position``: what the client has of the answer. With it, every event has an id.
+        """``position`` states what the client has of the answer. With it, every event has an id.
 
-        ``status_due``: whether the status goes out without output.
+        ``status_due`` returns whether the status goes out without output.
         """
         self._status_due = status_due
         self._position = position

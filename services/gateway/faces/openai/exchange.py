@@ -73,9 +73,9 @@ class HttpLimits:
     max_body_bytes: int
     body_timeout_s: float = BODY_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
-    # After it a stream begins without output; longer than a request waits in the queue.
+    # time after which a stream begins without output; longer than a request waits in the queue
     status_wait_s: float = STATUS_WAIT_S
-    # After it a WebSocket without a request is closed.
+    # time after which a WebSocket without a request is closed
     socket_idle_s: float = SOCKET_IDLE_S
 
 
@@ -94,7 +94,7 @@ class Headers:
     def credentials(self) -> str | None:
         """Return the text that holds the caller's key; None without one."""
         found = self.one(b"authorization")
-        if found is None:  # as Anthropic's clients send it
+        if found is None:  # Anthropic's clients send the key this way.
             found = self.one(b"x-api-key")
         return found.decode("latin-1") if found is not None else None
 
@@ -332,7 +332,7 @@ class Reply:
         self._error_body = error_body
         self.started = False
         self.complete = False
-        self.status = 0  # until the answer begins
+        self.status = 0  # status of the answer; 0: it has not begun
         self._send = send
         self._headers = headers
         self._write_timeout_s = write_timeout_s
@@ -340,7 +340,7 @@ class Reply:
         self._abort: Callable[[], None] | None = offered_by(scope).get("cut")
         self._accepted: Callable[[], int] = offered_by(scope).get("accepted", lambda: 0)
         self._until_close = False  # the stream has no frames
-        # Of HTTP/1.0, which has no chunks: the answer ends with the connection.
+        # called for an answer to HTTP/1.0, which has no chunks and so ends with the connection
         self._unframed: Callable[[int], None] | None = offered_by(scope).get("unframed")
 
     def add_header(self, name: bytes, value: bytes) -> None:

@@ -30,7 +30,7 @@ Dialect = Literal["chat", "completions"]
 MAX_PROMPTS: Final = 128
 MAX_OUTPUTS: Final = 128
 _MAX_STOPS: Final = 16
-_MAX_BIASES: Final = 1024  # as in the proto
+_MAX_BIASES: Final = 1024  # the bound in the proto
 _TOKEN_ID: Final = re.compile(r"\d{1,10}")
 _NAME: Final = re.compile(r"[^<>|\\/\x00-\x1f\x7f]+")
 PRIORITIES: Final = {
@@ -156,7 +156,8 @@ def _check_scored_prompts(prompts: Sequence[str | list[int]], of_a_token: int) -
 
 
 def _echoed_logprobs(body: CompletionBody, *, by_ids: bool) -> int | None:
-    """Return how many log probabilities an echoed prompt needs beside its tokens' own; None: not even these.
+    """Return how many log probabilities an echoed prompt needs in addition to its tokens' own; None: not even
+    those.
 
     The text of token ids comes with their own, and a request without output has nothing else.
     """
@@ -192,7 +193,7 @@ def set_chat(chat: inference_pb2.Chat, turns: Sequence[ChatTurn], variables: Map
 
 
 def _without_effect(body: Options) -> tuple[str, ...]:
-    """Return the fields that have no effect beside the others of the body, whatever their value."""
+    """Return the fields that have no effect, whatever their value, because of the others of the body."""
     found = []
     if isinstance(body.best_of, Raw) and is_neutral(body.best_of, (body.n,)):  # all are returned
         found.append("best_of")
@@ -200,7 +201,7 @@ def _without_effect(body: Options) -> tuple[str, ...]:
 
 
 def _template_variables(body: ChatBody) -> dict[str, Any]:
-    """Return what the chat template gets beside the messages. Raises InvalidInput."""
+    """Return what the chat template gets in addition to the messages. Raises InvalidInput."""
     found, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
     if effort is not None and found.setdefault("reasoning_effort", effort) != effort:
         raise InvalidInput("reasoning_effort and chat_template_kwargs disagree", field="reasoning_effort")
@@ -281,20 +282,20 @@ def _generation(body: Options, max_tokens: int | None) -> inference_pb2.Generati
 
 def _priority(body: Options) -> str:
     """Return the class that the body names, by itself or by OpenAI's tier; empty for none."""
-    asked = body.priority
-    if isinstance(asked, int):
-        if asked:
+    requested = body.priority
+    if isinstance(requested, int):
+        if requested:
             raise UnsupportedFeature(
                 "priority names a class here: batch, standard or interactive; of numbers only 0 is accepted",
                 field="priority",
             )
-        asked = None
+        requested = None
     tier = _TIERS.get(body.service_tier or "")
-    if asked and tier and asked != tier:
+    if requested and tier and requested != tier:
         raise InvalidInput(
-            f"priority {asked} and service_tier {body.service_tier} disagree", field="priority"
+            f"priority {requested} and service_tier {body.service_tier} disagree", field="priority"
         )
-    return asked or tier or ""
+    return requested or tier or ""
 
 
 def _sampling(body: Options) -> common_pb2.Sampling:

@@ -35,7 +35,7 @@ from services.gateway.faces.openai.answers import (
     ModelList,
     TextCompletion,
 )
-from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
 from services.gateway.faces.openai.event_stream import (
@@ -170,7 +170,7 @@ def endpoints_of(
     responses: ResponseParts,
     *,
     bodies: BodyReader,
-) -> tuple[Endpoint, ...]:
+) -> tuple[ApiEndpoint, ...]:
     """Return every route of the server, of all its APIs. They share the bounds of bodies."""
     endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
@@ -204,9 +204,9 @@ class OpenAiFace:
         self._bodies = bodies
         self._answers = LoopTurns(1)
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         return (
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/chat/completions",
                 Access.TENANT,
@@ -218,7 +218,7 @@ class OpenAiFace:
                 answer=ChatCompletion,
                 streams=True,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/completions",
                 Access.TENANT,
@@ -230,7 +230,7 @@ class OpenAiFace:
                 answer=TextCompletion,
                 streams=True,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "GET",
                 "/v1/models",
                 Access.TENANT,
@@ -238,7 +238,7 @@ class OpenAiFace:
                 "no body; lists the models of the key",
                 answer=ModelList,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "GET",
                 "/v1/models/{model:path}",
                 Access.TENANT,
@@ -246,10 +246,12 @@ class OpenAiFace:
                 "the name of a model",
                 answer=ModelEntry,
             ),
-            Endpoint("GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"),
-            Endpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
-            Endpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
-            Endpoint(
+            ApiEndpoint(
+                "GET", "/healthz", Access.PUBLIC, self.healthy, "no body; 200 while the process runs"
+            ),
+            ApiEndpoint("GET", "/readyz", Access.PUBLIC, self.ready, "no body; 200, or 503 with the reason"),
+            ApiEndpoint("GET", "/health", Access.PUBLIC, self.ready, "the same, where vLLM's clients look"),
+            ApiEndpoint(
                 "GET",
                 SOCKET_PATH,
                 Access.TENANT,
@@ -257,7 +259,7 @@ class OpenAiFace:
                 "the handshake of a WebSocket ([messages](../streaming.md#websocket)); without one 426",
                 returns=(),
             ),
-            Endpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
+            ApiEndpoint("GET", "/version", Access.TENANT, self.version, "no body; the version of the server"),
         )
 
     async def chat(self, exchange: Exchange) -> None:
@@ -382,7 +384,7 @@ class _Guard:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: ApiEndpoint,
         identity: Authenticator,
         clock: Clock,
         ids: IdSource,

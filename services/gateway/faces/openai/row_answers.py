@@ -18,7 +18,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 def embeddings_answer(request: EmbeddingsCall, found: Embeddings) -> bytes:
-    """Return the answer of /v1/embeddings. In base64 a vector is its 32-bit little-endian floats."""
+    """Return the answer of /v1/embeddings. A vector in base64 is its 32-bit little-endian floats."""
     data = [
         {
             "object": "embedding",

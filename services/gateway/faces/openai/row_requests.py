@@ -203,10 +203,10 @@ def _set_cut(message: RowsMessage, body: RowOptions) -> None:
         message.truncate_tokens = max(0, cut)
 
 
-def _dimensions(asked: int | None) -> int:
-    if asked == 0:
+def _dimensions(requested: int | None) -> int:
+    if requested == 0:
         raise InvalidInput("dimensions must be at least 1", field="dimensions")
-    return asked or 0
+    return requested or 0
 
 
 def _check_count(count: int, field: str, most: int = MAX_ROWS) -> None:

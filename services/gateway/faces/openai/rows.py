@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
-from services.gateway.faces.openai.endpoint import JSON, RUN_HEADERS, Access, Endpoint, Exchange, Handler
+from services.gateway.faces.openai.endpoint import JSON, RUN_HEADERS, Access, ApiEndpoint, Exchange, Handler
 from services.gateway.faces.openai.errors import named
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.row_answers import (
@@ -57,7 +57,7 @@ class RowsFace:
         self._limits = limits
         self._bodies = bodies
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         routes: list[tuple[str, Handler, str, type[Struct]]] = [
             ("/v1/embeddings", self.embeddings, "texts or token ids to embed", EmbeddingsBody)
         ]
@@ -68,7 +68,7 @@ class RowsFace:
         for path in ("/v1/classify", "/classify"):
             routes.append((path, self.classify, "texts or pictures to classify", ClassifyBody))
         return tuple(
-            Endpoint(
+            ApiEndpoint(
                 "POST", path, Access.TENANT, handler, accepts, body=body, takes=(JSON,), headers=RUN_HEADERS
             )
             for path, handler, accepts, body in routes

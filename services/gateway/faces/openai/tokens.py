@@ -13,7 +13,7 @@ from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
 from services.gateway.faces.openai.chat.tools import offer
-from services.gateway.faces.openai.endpoint import JSON, Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
 from services.gateway.faces.openai.requests import set_chat
 from services.gateway.faces.openai.types import ChatTurn, OfferedTool, UInt32, Unserved, parse_body
@@ -74,10 +74,10 @@ class TokensFace:
         self._limits = limits
         self._bodies = bodies
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         tenant = Access.TENANT
         return (
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/tokenize",
                 tenant,
@@ -87,7 +87,7 @@ class TokensFace:
                 body=TokenizeBody,
                 answer=TokenizeAnswer,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/detokenize",
                 tenant,

@@ -390,8 +390,8 @@ def check_json_cost(data: bytes) -> None:
 def _counts(data: bytes) -> tuple[int, int, int]:
     """Return the number of strings, openings and commas of JSON, by fast native scans.
 
-    Without the escaped quotes, every second piece between quotes is outside of strings. Commas and openings
-    are not counted when there are too many strings.
+    Escaped quotes are removed first, so that every second piece between quotes is outside of strings. Commas
+    and openings are not counted when there are too many strings.
     """
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
     quotes = plain.count(b'"')
@@ -422,7 +422,7 @@ def parse_body(
     except RecursionError:
         raise InvalidInput("the body is nested too deeply") from None
     require_neutral(body, "", waived=waived(body))
-    # After the type checks the body has no more objects than messages, so this pass is cheap.
+    # This pass is cheap, because the type checks bound the objects of the body.
     try:
         json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
 """Requests and answers of the public inference protocol v2 over HTTP, with its binary tensor data extension.
 
-With the extension, a JSON object comes first, of the length that a header states, and the bytes of the
+A request with the extension begins with a JSON object, whose length a header states; the bytes of the
 tensors follow it in the order of their descriptions.
 """
 

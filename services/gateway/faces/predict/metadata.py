@@ -10,7 +10,7 @@ from services.core.fixed_cost.tensors import ANY, TensorSpec
 from services.gateway.catalog import Route
 
 NAME: Final = "fairway"
-VERSION: Final = "2"  # of the protocol
+VERSION: Final = "2"  # version of the protocol
 EXTENSIONS: Final = ("binary_tensor_data",)
 PLATFORM: Final = "fairway"
 _RETRY_S: Final = 1.0

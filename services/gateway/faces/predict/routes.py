@@ -14,7 +14,7 @@ from services.gateway.faces.openai.endpoint import (
     BYTES,
     JSON,
     Access,
-    Endpoint,
+    ApiEndpoint,
     Exchange,
     Handler,
 )
@@ -64,7 +64,7 @@ class PredictFace:
         self._bodies = bodies
         self._not_ready = not_ready
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         """The longer paths come first: a model's name may contain a slash."""
         tenant, public = Access.TENANT, Access.PUBLIC
         routes: list[tuple[str, str, Access, Handler, str, dict[str, Any]]] = [
@@ -84,7 +84,7 @@ class PredictFace:
         routes.append(("GET", "/v2", tenant, self.server, "no body; what the server supports", {}))
         errors: dict[str, Any] = {"error_body": predict_error, "error": PredictError}
         return tuple(
-            Endpoint(method, path, access, handler, accepts, **errors, **declared)
+            ApiEndpoint(method, path, access, handler, accepts, **errors, **declared)
             for method, path, access, handler, accepts, declared in routes
         )
 

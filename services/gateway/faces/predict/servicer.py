@@ -21,7 +21,7 @@ from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
 
 Context = Any  # grpc's own type is for servicers of this project's protocol only
-MAX_STREAM_REQUESTS: Final = 64  # of one stream that run or wait for their turn to be answered
+MAX_STREAM_REQUESTS: Final = 64  # requests of one stream that run or wait for their turn to be answered
 WRITE_TIMEOUT_S: Final = 30.0
 
 _Answer = v2_pb2.ModelStreamInferResponse

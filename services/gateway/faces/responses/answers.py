@@ -134,7 +134,7 @@ class ResponseEvents:
         return self._written(f"{name}.delta", **place, delta=text)
 
     def _event(self, name: str, /, mark: str = "", **fields: Any) -> bytes:
-        """Return an event of more than a delta. ``mark``: what else two of the name differ by."""
+        """Return an event of more than a delta. ``mark`` is what two events of the same name differ by."""
         return self._written(name, **fields) if self._numbers.counts(f"{name} {mark}") else b""
 
     def _written(self, name: str, /, **fields: Any) -> bytes:

@@ -31,7 +31,7 @@ class Conversations:
     """What a key may read: the responses of its tenant, of models that the key may use."""
 
     def __init__(self, models: ModelNames, store: ResponseStore, max_bytes: int) -> None:
-        """``max_bytes``: of the items that one request continues."""
+        """``max_bytes`` bounds the items that one request continues."""
         self._models = models
         self._store = store
         self._max_bytes = max_bytes

@@ -69,7 +69,7 @@ def items_of(given: str | Sequence[Raw]) -> list[ResponsesItem]:
 
 
 def turns_of(items: Sequence[ResponsesItem], name: str) -> list[ChatTurn]:
-    """Return the turns of items. ``name``: of the field that has them. Raises InvalidInput,
+    """Return the turns of items. ``name`` is the field's that has them. Raises InvalidInput,
     UnsupportedFeature.
 
     Consecutive items of the assistant are one turn: its reasoning, a message and its calls.

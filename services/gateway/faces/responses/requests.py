@@ -142,19 +142,19 @@ def _chat(body: PromptFields, own: Sequence[ResponsesItem], earlier: bytes) -> C
     return ChatBody(model=body.model, messages=turns, chat_template_kwargs=kwargs, **found)
 
 
-def _format(asked: TextFormat) -> ResponseFormat:
-    if asked.type != "json_schema":
-        return ResponseFormat(asked.type)
-    if asked.schema is None or asked.name is None:
-        missing = "text.format.name" if asked.name is None else "text.format.schema"
+def _format(requested: TextFormat) -> ResponseFormat:
+    if requested.type != "json_schema":
+        return ResponseFormat(requested.type)
+    if requested.schema is None or requested.name is None:
+        missing = "text.format.name" if requested.name is None else "text.format.schema"
         raise InvalidInput(f"{missing} is required", field=missing)
-    return ResponseFormat("json_schema", JsonSchemaFormat(asked.name, asked.schema, asked.strict))
+    return ResponseFormat("json_schema", JsonSchemaFormat(requested.name, requested.schema, requested.strict))
 
 
 def _head(body: ResponsesBody) -> ModelResponse:
     """Return the response as it begins. Its id, time and served model are set when they are decided."""
-    asked = body.text.format if body.text is not None else None
-    text: dict[str, Any] = {"format": asked if asked is not None else {"type": "text"}}
+    requested = body.text.format if body.text is not None else None
+    text: dict[str, Any] = {"format": requested if requested is not None else {"type": "text"}}
     if body.text is not None and body.text.verbosity is not None:
         text["verbosity"] = body.text.verbosity
     reasoning = {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None}

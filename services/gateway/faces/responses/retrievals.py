@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from fairway.task_group import TaskGroup
 from services.core.errors import FairwayError, InvalidInput, NotFound
-from services.gateway.faces.openai.endpoint import Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.exchange import HttpLimits, Reply, primary_failure, unless_disconnected
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.background import (
@@ -73,11 +73,11 @@ class Retrievals:
         self._clock = clock
         self._limits = limits
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         path = "/v1/responses/{response_id}"
         common: dict[str, Any] = {"error_body": responses_error}
         return (
-            Endpoint(
+            ApiEndpoint(
                 "GET",
                 path,
                 Access.TENANT,
@@ -90,7 +90,7 @@ class Retrievals:
                 headers=("last-event-id",),
                 **common,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "DELETE",
                 path,
                 Access.TENANT,
@@ -99,7 +99,7 @@ class Retrievals:
                 answer=DeletedResponse,
                 **common,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 f"{path}/cancel",
                 Access.TENANT,
@@ -108,7 +108,7 @@ class Retrievals:
                 answer=ModelResponse,
                 **common,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "GET",
                 f"{path}/input_items",
                 Access.TENANT,
@@ -181,7 +181,7 @@ class Retrievals:
         await exchange.reply.json(200, _encode(_page(_items(stored.begun.items), query)))
 
     def _driven(self, exchange: Exchange, response_id: str, stored: StoredResponse) -> BackgroundRun | None:
-        """Return the run of a response, of which this gateway drives as many as it may."""
+        """Return the run of a response; this gateway drives it if it may drive another one."""
         try:
             return self._background.drive(exchange.caller, response_id, stored.begun, is_new=False)
         except FairwayError:

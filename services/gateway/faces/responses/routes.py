@@ -14,7 +14,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, IdempotencyConflict, InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
-from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, Endpoint, Exchange
+from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.event_ids import HEADER
 from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
@@ -61,7 +61,7 @@ class ResponsesCalls(GenerationStreams, ModelNames, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseParts:
-    """What keeps responses: their store, and the process's tasks, of which those in the background are.
+    """What keeps responses: their store, and the process's tasks, which include those in the background.
 
     ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
     """
@@ -104,9 +104,9 @@ class ResponsesFace:
             service, parts.store, self._conversations, self._background, clock, limits
         )
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
+    def endpoints(self) -> tuple[ApiEndpoint, ...]:
         return (
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/responses",
                 Access.TENANT,
@@ -120,7 +120,7 @@ class ResponsesFace:
                 answer=ModelResponse,
                 streams=True,
             ),
-            Endpoint(
+            ApiEndpoint(
                 "POST",
                 "/v1/responses/input_tokens",
                 Access.TENANT,

@@ -46,7 +46,7 @@ class _Text(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool by the client's names. ``namespace``: that of the function; empty: none."""
+    """A tool by the client's names. ``namespace`` is the function's; empty: none."""
 
     tool: ResponsesTool
     namespace: str = ""
@@ -95,8 +95,8 @@ def tool_fields(body: PromptFields) -> dict[str, Any]:
     """Return the fields of a chat body that have the tools. Raises InvalidInput, UnsupportedFeature."""
     tools = [OfferedTool("function", each.function()) for each in _client_tools(body.tools or (), "tools")]
     choice = body.tool_choice
-    asked = choice if choice is None or isinstance(choice, str) else _selection(choice)
-    return {"tools": tools, "tool_choice": asked, "parallel_tool_calls": body.parallel_tool_calls}
+    selection = choice if choice is None or isinstance(choice, str) else _selection(choice)
+    return {"tools": tools, "tool_choice": selection, "parallel_tool_calls": body.parallel_tool_calls}
 
 
 def _client_tools(tools: Sequence[Raw], field: str, namespace: str = "") -> Iterator[ClientTool]:

@@ -49,22 +49,22 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     type: str = "message"
     id: Short | None = None
     status: Short | None = None
-    # Of a message.
+    # fields of a message
     role: str | None = None
     content: str | list[ResponsesPart] | None = None
     phase: Short | None = None
-    # Of a call and its output.
+    # fields of a call and its output
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     input: str | None = None
     output: str | list[ResponsesPart] | None = None
-    # Of reasoning.
+    # fields of reasoning
     summary: list[ResponsesPart] | None = None
     encrypted_content: str | None = None
-    # Of a call: the tool namespace of its function.
+    # tool namespace of a call's function
     namespace: str | None = None
-    # Of a call of a server's tool.
+    # what a call of a server's tool does
     action: Any = None
     # Hints of SDKs.
     parsed_arguments: Any = None
@@ -101,7 +101,7 @@ class ResponsesTool(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     name: str
     description: str | None = None
-    # Of a function.
+    # fields of a function
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     # A hint: a tool is in the prompt from the beginning.
@@ -109,7 +109,7 @@ class ResponsesTool(Struct, forbid_unknown_fields=True, frozen=True):
     # Of a custom tool, which takes one text: what the text is to look like. The model reads it; nothing holds
     # the text to it.
     format: dict[str, Any] | None = None
-    # Of a namespace.
+    # tools of a namespace
     tools: list[Raw] | None = None
 
 

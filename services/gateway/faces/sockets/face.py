@@ -44,7 +44,7 @@ from services.runtime.process.tenant_loop import run_as
 log = structlog.get_logger()
 
 PATH: Final = "/v1/stream"
-MAX_REQUESTS: Final = 64  # of one socket at once
+MAX_REQUESTS: Final = 64  # most requests of one socket at once
 CLOSE_IDLE: Final = 1000
 CLOSE_BINARY: Final = 1003
 CLOSE_MALFORMED: Final = 1007
@@ -67,7 +67,7 @@ class SocketRules:
 
 
 class SocketFace:
-    """The ASGI application of WebSockets. ``routes``: by path, what answers requests."""
+    """The ASGI application of WebSockets. ``routes`` maps paths to what answers their requests."""
 
     def __init__(self, routes: Mapping[str, Route], rules: SocketRules, bodies: BodyReader) -> None:
         self._routes = routes
@@ -134,7 +134,7 @@ class _Socket:
         self._send = send
         self._connection: SocketConnection = scope["extensions"][EXTENSION]
         self._running: dict[str, SocketExchange] = {}
-        self._limit: asyncio.Timeout | None = None  # of the wait for a message
+        self._limit: asyncio.Timeout | None = None  # limit of the wait for a message
         self._open = True
         self._idle_from_s = asyncio.get_running_loop().time()
 

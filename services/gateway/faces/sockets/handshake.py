@@ -1,6 +1,6 @@
-"""Who may open a WebSocket: a caller with a key, and of web pages those of the origins in the setting.
+"""Who may open a WebSocket: a caller with a key; a web page only from the origins in the setting.
 
-Browsers set no headers here, so a page offers its key as a subprotocol beside the protocol's own.
+Browsers set no headers here, so a page offers its key as a subprotocol in addition to the protocol's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY_PREFIX: Final = "fairway.key."
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """``subprotocol``: what the answer selects; None: the client offered none."""
+    """``subprotocol`` is what the answer selects; None: the client offered none."""
 
     credentials: str | None
     subprotocol: str | None

@@ -22,7 +22,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class SocketRequest(msgspec.Struct, tag="request", forbid_unknown_fields=True):
-    """``headers``: by lower-case name, those of the HTTP request except its credentials."""
+    """``headers`` are those of the HTTP request by lower-case name, except its credentials."""
 
     id: str
     path: str

@@ -21,15 +21,16 @@ from services.core.errors import FairwayError
 from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
-PING_S: Final = 20.0  # between pings, and until a connection without an answer or other bytes is closed
-MESSAGE_S: Final = 60.0  # from the first byte of a message to its last
-CLOSE_S: Final = 10.0  # until a client that does not close is cut
-_QUIET_S: Final = 0.5  # after the last bytes of a client that failed
+# interval of pings; a connection without an answer or other bytes in that time is closed
+PING_S: Final = 20.0
+MESSAGE_S: Final = 60.0  # longest time from the first byte of a message to its last
+CLOSE_S: Final = 10.0  # time after which a client that does not close is cut
+_QUIET_S: Final = 0.5  # silence after which a client that failed is cut
 # Continuations and control frames since the last message or ping of the server.
 MAX_FRAMES: Final = 1024
 # Bytes that are parsed in one iteration of the event loop: at most some 1,400 frames.
 _SLICE_BYTES: Final = 8 * 1024
-SLICES_PER_TURN: Final = 4  # of all sockets. One has at most one that waits
+SLICES_PER_TURN: Final = 4  # slices of all sockets in one turn; each socket has at most one that waits
 _TOO_MUCH: Final = 1008
 _TRY_AGAIN: Final = 1013
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -78,7 +79,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._starts = starts
         self._slices = slices
         self._hold: Callable[[int], None] = lambda _size: None
-        self._message_bytes = 0  # of the message that is being received or handled
+        self._message_bytes = 0  # size of the message that is being received or handled
         self._frames = 0
         self._pong = b""  # the answer to the newest ping, while the client does not read
         self._read_bytes = 0
@@ -86,8 +87,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self._unread = bytearray()
         self._feeding = False  # a slice is scheduled
         self._known = False
-        self._failed = False  # for a fault of the client
-        self._late: asyncio.TimerHandle | None = None  # of the message that is being received
+        self._failed = False  # closed for a fault of the client
+        self._late: asyncio.TimerHandle | None = None  # deadline of the message that is being received
         self._end: asyncio.TimerHandle | None = None
         self._on_drain: Callable[[], None] | None = None
         self.draining = draining
@@ -175,7 +176,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         """Send an event once the connection accepts more. Raises OSError when it is closed."""
-        while not self.writable.is_set():  # of several that wait, one may fill it again
+        while not self.writable.is_set():  # One of several that wait may fill it again.
             await self.writable.wait()
         if self.close_sent:
             raise ClientDisconnected
@@ -198,7 +199,8 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def handle_ping(self) -> None:
-        """Answer it: of several that come while the client does not read, the newest (RFC 6455, 5.5.3)."""
+        """Answer only the newest of several pings that come while the client does not read (RFC 6455,
+        5.5.3)."""
         if self._counted():
             self._between_messages()
             if self.writable.is_set() or self.conn.close_sent is not None:

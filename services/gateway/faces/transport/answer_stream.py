@@ -1,6 +1,6 @@
 """One generation as one answer of HTTP, whole or as server-sent events, for faces with an answer per request.
 
-As in the OpenAI face, the status waits for the first output, at most until a stated time, and a write waits
+The status waits for the first output, as in the OpenAI face, at most until a stated time, and a write waits
 while the client does not read.
 """
 
@@ -132,7 +132,7 @@ class _Relay:
 
 
 def add_headers(reply: Reply, accepted: Accepted) -> None:
-    """Add what the acceptance states beside the answer."""
+    """Add what the acceptance states in addition to the answer."""
     if accepted.replayed:
         reply.add_header(*REPLAYED)
     if accepted.degradations:

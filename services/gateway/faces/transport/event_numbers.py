@@ -1,4 +1,4 @@
-"""Numbers of the events of one answer, behind any of which its stream is continued.
+"""Numbers of the events of one answer; its stream can be continued behind any of them.
 
 A number depends only on the output: an event counts one, and a delta as many as it has characters. So a
 stream that is read again, on any gateway, has the same numbers however its output is split into deltas.
@@ -28,7 +28,7 @@ class EventNumbers:
 
     @property
     def delivered(self) -> Delivered | None:
-        """What the client has: output of a named request, all of which is read again; None: nothing."""
+        """What the client has: output of a named request, which is read again as a whole; None: nothing."""
         return None
 
     def on_accepted(self, request_id: str) -> None:

@@ -21,8 +21,8 @@ class LoopTurns:
 
     def __init__(self, per_turn: int) -> None:
         self._per_turn = per_turn
-        self._begun = 0  # in this iteration
-        self._waiting: TenantRoundRobin[Callable[[], None]] = TenantRoundRobin()  # by source
+        self._begun = 0  # calls that began in this iteration
+        self._waiting: TenantRoundRobin[Callable[[], None]] = TenantRoundRobin()  # waiting calls by source
 
     def add(self, source: str, act: Callable[[], None]) -> None:
         """Call ``act`` in a turn of the source."""

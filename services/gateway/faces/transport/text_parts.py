@@ -51,7 +51,7 @@ def required(value: str | None, path: str) -> str:
 def text_of(
     content: str | Sequence[P], path: str, kinds: Collection[str], read: Callable[[P], str | None]
 ) -> str:
-    """Return the text of a content, of which parts of ``kinds`` are served.
+    """Return the text of a content whose parts may be of ``kinds``.
 
     Raises InvalidInput, UnsupportedFeature.
     """
@@ -74,7 +74,8 @@ def found_text(part: ServedPart, path: str) -> str:
     Raises UnsupportedFeature for an image or a document that is no text.
     """
     texts: list[str] = []
-    waiting: list[Any] = [structs.asdict(part)]  # without recursion, since a client chooses the depth
+    # The walk uses no recursion, since a client chooses the depth.
+    waiting: list[Any] = [structs.asdict(part)]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):

@@ -42,17 +42,18 @@ class EjectionPolicy:
     interval_s: float = 2.0  # minimum duration of a window
     min_steps: int = 5  # minimum number of steps in a window
     min_busy_s: float = 0.02  # minimum predicted time of the steps in a window
-    outlier_ratio: float = 2.0  # from this ratio on, a window counts against its worker
+    outlier_ratio: float = 2.0  # ratio at which a window begins to count against its worker
     healthy_ratio: float = 1.5  # below this ratio, a window counts for its worker
     consecutive_outliers: int = 4  # windows in a row before ejection
     consecutive_good: int = 3  # good windows in a row before readmission
     consecutive_bad_probes: int = 2  # bad windows in a row before a probing worker is ejected again
     min_peers: int = 3  # others with a fresh window that make a median
     fresh_s: float = 10.0  # a window is fresh until this age
-    stale_s: float = 30.0  # after so long without steps, the open window starts again
+    stale_s: float = 30.0  # time without steps after which the open window starts again
     base_ejection_time_s: float = 30.0
     max_ejection_time_s: float = 300.0
-    max_ejection_ratio: float = 0.3  # of the serving workers; one always may be ejected, and one always stays
+    # largest part of the serving workers; one may always be ejected, and one always stays
+    max_ejection_ratio: float = 0.3
     probe_interval_s: float = 2.0  # minimum time between two requests to a probing worker
     probe_share_ratio: float = 0.04  # maximum share of the pool's requests for a probing worker
     forgive_s: float = 300.0
@@ -95,7 +96,7 @@ class _Member:
     worker_id: str
     kind: str
     since_s: float
-    window_s: float  # when the open window began
+    window_s: float  # begin of the open window
     standing: EjectionState = EjectionState.HEALTHY
     trusted: bool = True
     measured_s: float = 0.0
@@ -103,14 +104,14 @@ class _Member:
     steps: int = 0
     ratio: float = math.nan  # measured over predicted, of the last closed window
     closed_s: float = -math.inf
-    relative: float = math.nan  # that ratio over its reference
+    relative: float = math.nan  # ratio of ``ratio`` to its reference
     outliers: int = 0
     good: int = 0
     ejections: int = 0
     until_s: float = 0.0
     next_probe_s: float = 0.0
     probes: int = 0
-    pool_grants: int = 0  # of the pool at the ejection: its probes are a share of the grants since then
+    pool_grants: int = 0  # the pool's grants at the ejection: probes are a share of the grants since then
 
     def open_window(self, now_s: float) -> None:
         self.window_s, self.measured_s, self.predicted_s, self.steps = now_s, 0.0, 0.0, 0

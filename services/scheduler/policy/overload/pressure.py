@@ -73,8 +73,7 @@ class TokenRate:
         """Count tokens of prompts and outputs that ``workers`` computed. ``waits``: more work is queued."""
         past_s = now_s - self._began_s
         if past_s >= self.window_s:
-            # After a gap the window covers more time than its work, and one that was opened late is no
-            # evidence.
+            # A window that closes late also covers time without work, so it is no evidence of the rate.
             if past_s < 2.0 * self.window_s and workers > 0:
                 self._learn(self._tokens / past_s / workers, waits=waits)
             self._tokens, self._began_s = 0.0, now_s
@@ -180,7 +179,7 @@ class Backlog:
     ) -> float:
         """Return the tokens that are served before a placement of ``own_tokens`` that the tenant submits now.
 
-        ``weights``: those of waiting tenants that differ from 1; ``weight``: that of this tenant.
+        ``weights`` has the weights of waiting tenants that differ from 1; ``weight`` is this tenant's.
         """
         mine = self._tokens[priority].get(tenant, 0.0)
         horizon = (mine + own_tokens) / weight

@@ -1,7 +1,7 @@
 """Load shedding: the order in which placements are refused when a pool cannot serve all of them in time.
 
 Order: batch, over-quota, standard, interactive; a request that has begun to stream is never shed. Within a
-rank, retries are shed before first attempts, and of those the newest first: the oldest is closest to its
+rank, retries are shed before first attempts, and the newest goes first: the oldest is closest to its
 start. No placement is refused for the pool's load while one of a lower rank waits there: that one is shed.
 
 Prioritised shedding: Google SRE book, Handling Overload; retries first: AWS Builders' Library. Pure.
@@ -157,7 +157,7 @@ class SheddingOrder(Generic[Item]):
     """The waiting placements of one pool in shedding order. Each call is O(ranks)."""
 
     def __init__(self) -> None:
-        # By number, in submission order: the newest is last.
+        # items by number, in submission order: the newest is last
         self._items: dict[tuple[ShedRank, bool], dict[int, Item]] = {
             (rank, retried): {} for rank in ShedRank for retried in (True, False)
         }

@@ -70,10 +70,11 @@ class Candidate(Struct, frozen=True, gc=False):
     block_size: int
     slots: int  # sequences that it may still take
     max_model_len: int
-    queued_prefill_tokens: int = 0  # of accepted prompts and outstanding grants, without the cached part
+    # prompt tokens of accepted requests and outstanding grants, without the cached part
+    queued_prefill_tokens: int = 0
     ready: bool = True
     draining: bool = False
-    heard: bool = True  # its reports arrive and confirm this leader's epoch
+    reporting: bool = True  # its reports arrive and confirm this leader's epoch
     ejected: bool = False  # slower than its peers, or its circuit is open
     zone: str = ""
     running: int = 0  # sequences that decode
@@ -86,7 +87,7 @@ class Candidate(Struct, frozen=True, gc=False):
     @property
     def serving(self) -> bool:
         """Whether it takes new sequences, within its room."""
-        return self.ready and self.heard and not self.draining and not self.ejected
+        return self.ready and self.reporting and not self.draining and not self.ejected
 
 
 class PlaceQuery(Struct, frozen=True):
@@ -95,7 +96,7 @@ class PlaceQuery(Struct, frozen=True):
     demand: Demand
     excluded_workers: tuple[str, ...] = ()
     prefix_hashes: tuple[int, ...] = ()  # names of the prompt's blocks, first to last
-    zone: str = ""  # of its gateway; empty: unknown
+    zone: str = ""  # the gateway's zone; empty: unknown
     ttft_target_s: float | None = None  # None: no target
     # Its tenant holds more than its share, with more than that waiting (``held_share``).
     over_share: bool = False
@@ -113,7 +114,8 @@ class Offer(NamedTuple):
 
 
 Filter = Callable[[PlaceQuery, Candidate], bool]
-PromptFilter = Callable[[PlaceQuery, Candidate, int], bool]  # with the prompt tokens that it would compute
+# the last argument is the prompt tokens that the candidate would compute
+PromptFilter = Callable[[PlaceQuery, Candidate, int], bool]
 Scorer = Callable[[PlaceQuery, Offer], float]  # 0..1, 1 is best
 
 
@@ -122,7 +124,7 @@ def ready(_: PlaceQuery, candidate: Candidate) -> bool:
 
 
 def heard(_: PlaceQuery, candidate: Candidate) -> bool:
-    return candidate.heard
+    return candidate.reporting
 
 
 def not_draining(_: PlaceQuery, candidate: Candidate) -> bool:

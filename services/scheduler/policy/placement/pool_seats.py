@@ -73,7 +73,7 @@ class SeatLevel(NamedTuple):
 class _Seat:
     worker_id: str
     level: SeatLevel
-    place: int = -1  # in the array of open seats
+    place: int = -1  # index in the array of open seats
     candidate: Candidate | None = None
 
 
@@ -90,7 +90,8 @@ class PoolSeats:
         # Bounds of the sizes for ``room``, while they are unchanged.
         self._bounds: tuple[int, int, int] | None = None
         self._away: dict[str, int] = {}  # the other seats by standing
-        self._yielding: dict[str, _Seat] = {}  # without a slot, except for tenants below their share
+        # seats whose slots are taken, except for tenants below their share
+        self._yielding: dict[str, _Seat] = {}
         self._futile: list[tuple[PlaceQuery, NoWorker]] = []
         self._profile: PlacementProfile | None = None
         self._filters: tuple[Filter, ...] = ()
@@ -185,7 +186,7 @@ class PoolSeats:
         cached_tokens: Callable[[Sequence[str]], Mapping[str, int]] = lambda _: {},
     ) -> Chosen | NoWorker:
         """Return a worker that passes the filters, whenever one has room for the whole query, or why there is
-        none. Of the workers that have room only because they share its prefix, some are evaluated.
+        none. Workers that have room only because they share its prefix are evaluated in part.
 
         ``holders`` are evaluated besides the sample; ``cached_tokens`` returns the cached prompt tokens of
         workers.
@@ -315,7 +316,8 @@ class PoolSeats:
         return choose(query, candidates, profile, rng, cached_tokens=cached, filters=filters)
 
     def _nobody(self, query: PlaceQuery, found: NoWorker | None) -> NoWorker:
-        """Return why no seat passes: by the sizes of the serving seats, because none of them has room now."""
+        """Return why no seat passes, judged by the sizes of the serving seats, because none of them has room
+        now."""
         sizes = dict(self._sizes)
         excluded = 0
         for worker_id in dict.fromkeys(query.excluded_workers):

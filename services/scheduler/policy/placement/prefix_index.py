@@ -15,7 +15,7 @@ Bound: at ``max_blocks`` names a new name evicts the next one that was not used 
 
 Expected blocks: a grant marks its prefix as expected on its worker for at most ``EXPECTED_S``, until reports
 confirm it, so that a burst of requests with one new prefix goes to one worker. This does not apply to a
-worker that never reported a cached block. Of a long prefix, one position in eight of its octave is recorded.
+worker that never reported a cached block. A long prefix has one position in eight of its octave recorded.
 Pure; single writer.
 """
 
@@ -55,13 +55,13 @@ class PrefixIndex:
         self.evicted = 0
         self._max_expected = max_expected
         self._rows: dict[int, int] = {}
-        self._names = array("Q")  # by row; 0: the row is free
-        self._holders: list[int] = []  # by row
-        self._used = bytearray()  # by row
+        self._names = array("Q")  # name of each row; 0: the row is free
+        self._holders: list[int] = []  # each row's holders: the number of one, or the negated mask of several
+        self._used = bytearray()  # whether each row was used since the hand passed it
         self._free = array("L")
         self._hand = 0
         self._numbers: dict[str, int] = {}
-        self._workers: list[str] = []  # by number; "": unused
+        self._workers: list[str] = []  # worker of each number; "": unused
         self._live = 0
         self._shown = 0  # numbers of workers that reported a cached block
         self._unused: list[int] = []  # numbers that no row has
@@ -283,7 +283,7 @@ class Match:
     def __init__(self, index: PrefixIndex, chain: Sequence[int], first: int) -> None:
         self._index = index
         self._chain = chain
-        self._masks = {1: first}  # by tried position
+        self._masks = {1: first}  # mask of the workers that hold the chain up to each tried position
         self._first = first
 
     def blocks_on(self, worker_id: str) -> int:

@@ -7,7 +7,7 @@ only cached, by contrast, counts as free on the worker until a sequence refers t
 with it needs room for all of its blocks. A name identifies a whole prefix, so a worker that shares a block
 shares all before it, and a run is found by binary search.
 
-Of the outstanding grants of a worker only one *leans* on a prefix (counts without its shared blocks); other
+Only one outstanding grant of a worker *leans* on a prefix (counts without its shared blocks); other
 grants with the same beginning count in full until a report includes that one. Reason: if all sequences with
 the prefix end and its blocks are evicted before the grants arrive, the freed blocks are enough for one of
 them, and each further one would compute its own.
@@ -28,16 +28,16 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 class SharedPrefixes:
     """Names of shared blocks by worker and engine, and the workers by name.
 
-    An engine has the name of a version: of its only one, or of the first of those that it serves.
+    An engine has the name of its only version, or of the first of those that it serves.
     """
 
     def __init__(self, max_names: int = 65_536) -> None:
         self._max_names = max_names
-        self._names: dict[str, dict[int, str]] = {}  # by worker: the engine of each name
-        self._workers: dict[int, dict[str, None]] = {}  # by name, which holds its version
+        self._names: dict[str, dict[int, str]] = {}  # engine of each name, by worker
+        self._workers: dict[int, dict[str, None]] = {}  # workers of each name, which contains its version
         self._engines: dict[str, int] = {}  # how many names each has, over all workers
         self._count = 0
-        self._leaning: dict[str, dict[int, int]] = {}  # by worker and first name, the number of the grant
+        self._leaning: dict[str, dict[int, int]] = {}  # number of the grant, by worker and first name
 
     def __len__(self) -> int:
         return self._count

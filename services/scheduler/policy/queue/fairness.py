@@ -36,9 +36,9 @@ class ServiceWeights:
     paper.
     """
 
-    prompt: float = 1.0  # of a prompt, computed
+    prompt: float = 1.0  # cost of a computed prompt token
     output: float = 2.0
-    cached: float = 0.1  # of a prompt, read from the prefix cache
+    cached: float = 0.1  # cost of a prompt token that the prefix cache holds
 
     def cost(self, prompt_tokens: float, output_tokens: float, *, cached_tokens: float = 0.0) -> float:
         """Return the cost of a sequence; ``cached_tokens`` are part of ``prompt_tokens``."""
@@ -209,7 +209,7 @@ class FairShares:
     def close(self, tenant: str, worker_id: str, virtual: float, *, used_tokens: float = 0.0) -> None:
         """End an advance: return its unused part, and change nothing else.
 
-        ``used_tokens``: what reports have charged for its sequence.
+        ``used_tokens`` is what reports have charged for its sequence.
         """
         account = self._accounts.get(tenant)
         tab = None if account is None else account.tabs.get(worker_id)

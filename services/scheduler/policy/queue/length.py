@@ -27,7 +27,7 @@ class LengthPolicy:
     max_long_prefills: int = 2
     tenant_long_kv_ratio: float = 0.5
     backlog_ratio: float = 0.5  # the share of the time to first token that may pass behind other prefills
-    default_ttft_s: float = 10.0  # for placements without a target
+    default_ttft_s: float = 10.0  # target of placements that have none
     min_backlog_tokens: int = 2048  # always admitted: a step's worth
     # Largest backlog, in seconds of prefill, for a placement whose tenant holds more than its share
     # (``held_share``); one chunk is always admitted.

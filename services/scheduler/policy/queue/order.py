@@ -1,14 +1,14 @@
 """Order of a pool's waiting placements, and limits on overtaking.
 
-Between classes: the higher first. A class whose oldest placement has waited longer than its head start,
+Between classes, the higher goes first. A class whose oldest placement has waited longer than its head start,
 ``class_head_start_s`` for each step below the highest waiting class, is entitled to a share,
 ``aged_share_ratio``, of all later grants, and is served first until it has received it. So no class starves,
 whatever the load of higher classes, and a backlog of a lower class takes at most that share from a higher
 one.
 
-Within a class: the tenant with the least service (``fairness``). Within a tenant: the earliest deadline, then
-arrival. A placement without a deadline counts as having one ``NO_DEADLINE_S`` after its arrival, so that it
-does not wait forever behind placements with deadlines.
+Within a class, the tenant with the least service (``fairness``) goes first; within a tenant, the earliest
+deadline, then the first arrival. A placement without a deadline counts as having one ``NO_DEADLINE_S`` after
+its arrival, so that it does not wait forever behind placements with deadlines.
 
 Bypass: a placement without room does not block smaller ones behind it, but after ``max_bypasses`` of them it
 gets a worker reserved: nothing behind it starts there until it has started. Sequences that end free the room

@@ -30,7 +30,7 @@ from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.unsupported import BadCheckpoint
 
 AnyModel = TokenModel | VitModel | ResNetModel | MlpModel
-WARM_UP_WIDTH: Final = 32  # to which a row of one token is padded
+WARM_UP_WIDTH: Final = 32  # padded width of the warm-up's row of one token
 
 
 def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") -> FixedCostModel:

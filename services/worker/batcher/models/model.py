@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from services.core.fixed_cost.tensors import Operation, TensorSpec
 from services.worker.batcher.models.rows import Batch, Row
 
-Outputs = Mapping[str, NDArray[Any]]  # of one row, by name of the tensor
+Outputs = Mapping[str, NDArray[Any]]  # a row's output tensors by name
 Pause = Callable[[], None]  # runs what has arrived meanwhile
 
 
@@ -26,10 +26,10 @@ class ModelFacts:
     operation: Operation
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    dtype: str  # of the computation
-    max_tokens: int = 0  # of a row, or tiles of an image; 0: rows have no length
+    dtype: str  # number format of the computation
+    max_tokens: int = 0  # longest row in tokens, or largest image in tiles; 0: rows have no length
     accepts_packed: bool = False
-    pauses: bool = False  # between its layers
+    pauses: bool = False  # other batches may run between its layers
     weight_bytes: int = 0
 
 

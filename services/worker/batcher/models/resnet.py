@@ -15,7 +15,7 @@ from services.worker.batcher.models.blocks import TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row, row_problem
 
-EPS: Final = 1e-5  # of torch's batch normalisation, which the configuration does not change
+EPS: Final = 1e-5  # torch's default in batch normalisation, which the configuration does not change
 
 
 class ResNetModel:

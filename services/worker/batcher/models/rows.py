@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.core.fixed_cost.tensors import ANY, TILES, TensorSpec, tiles_of
 
-Row = Mapping[str, NDArray[Any]]  # by name of the tensor, without a batch dimension
+Row = Mapping[str, NDArray[Any]]  # input tensors by name, without a batch dimension
 
 DTYPES: Final[Mapping[str, Any]] = {"INT64": np.int64, "INT32": np.int32, "FP32": np.float32}
 
@@ -27,7 +27,7 @@ class Padded:
     """Rows of at most ``width`` tokens; the model fills each up."""
 
     rows: Sequence[Row]
-    width: int = 0  # of a model whose rows have a length; of images in tiles
+    width: int = 0  # padded width of a row in tokens, or of an image in tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class TokenRows:
     ids: torch.Tensor
     positions: torch.Tensor
     types: torch.Tensor
-    lengths: tuple[int, ...]  # without padding, in the order of the rows here
-    width: int  # of every row with its padding; 0: packed
-    order: tuple[int, ...]  # by row here: its place in the batch
+    lengths: tuple[int, ...]  # lengths without padding, in the order of the rows here
+    width: int  # width of every row with its padding; 0: packed
+    order: tuple[int, ...]  # each row's place in the batch
 
     @property
     def starts(self) -> list[int]:

@@ -20,9 +20,9 @@ BINS: Final = 20  # the last one ends after 0.2 s
 EDGES: Final = tuple([0.0] + [FIRST_S * (GROWTH ** (index + 1) - 1) / (GROWTH - 1) for index in range(BINS)])
 LEAST_WAIT_S: Final = 20e-6  # a shorter wait costs more than it can bring
 WINDOW: Final = 2048.0  # arrivals, after which all counts are halved
-MEMORY_S: Final = 0.25  # of the rate
+MEMORY_S: Final = 0.25  # time constant of the rate's mean
 QUIET_RATIO: Final = 0.25  # the open density is this quantile of the bins by time
-MIN_ARRIVALS: Final = 64.0  # before arrivals are assumed to come back
+MIN_ARRIVALS: Final = 64.0  # fewest arrivals before rows are assumed to return
 
 
 class ArrivalProfile:
@@ -33,7 +33,7 @@ class ArrivalProfile:
         self._seconds = [0.0] * BINS  # how long each bin was observed
         self._answered = [0.0] * BINS  # rows that were answered before it
         self._ended_s: float | None = None
-        self._rows = 0  # in the batch that ended last
+        self._rows = 0  # size of the batch that ended last
         self._weight, self._weighed_s = 0.0, 0.0
         self._began_s: float | None = None
         self._open_ratio, self._returning = 1.0, [0.0] * BINS

@@ -25,9 +25,10 @@ class BatchKey:
 
     version_digest: str
     operation: Operation
-    dtype: str  # of the computation
-    inputs: tuple[TensorSpec, ...]  # as sent, sorted by name; a length is ``ANY``
-    parameters: tuple[tuple[str, str, Parameter], ...]  # that change results: name, type, value
+    dtype: str  # number format of the computation
+    inputs: tuple[TensorSpec, ...]  # the inputs as sent, sorted by name; a length is ``ANY``
+    # name, type and value of each parameter that changes results
+    parameters: tuple[tuple[str, str, Parameter], ...]
 
     @staticmethod
     def of(

@@ -21,8 +21,8 @@ from services.core.estimates.sketch import Sketch
 
 SIZES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 100, 160, 256, 512, 1024)
 MOST_WIDTHS: Final = 16
-MIN_SAMPLES: Final = 3.0  # of a class before its mean counts
-MIN_QUANTILE_SAMPLES: Final = 20.0  # before its own quantile counts
+MIN_SAMPLES: Final = 3.0  # fewest samples of a class before its mean counts
+MIN_QUANTILE_SAMPLES: Final = 20.0  # fewest samples of a class before its own quantile counts
 WINDOW: Final = 256.0  # samples of a class, after which they weigh half
 FIT_SAMPLES: Final = 8.0
 LIMIT_FACTOR: Final = 8.0  # a run that takes so many times its 99th percentile hangs
@@ -30,12 +30,13 @@ LEAST_LIMIT_S: Final = 2.0
 _KEEP_RATIO: Final = 0.998
 _REFRESH: Final = 16  # samples after which means are computed again
 _LEAST_S: Final = 1e-7
-UNMEASURED_RATIO: Final = 1.5  # of a high quantile over the mean
+UNMEASURED_RATIO: Final = 1.5  # ratio of a high quantile to the mean while nothing is measured
 
 
 @dataclass(frozen=True, slots=True)
 class CostPrior:
-    """Seconds before anything is measured: of a batch, of a row more, of a token or tile more."""
+    """Assumed seconds before anything is measured: per batch, per additional row, per additional token or
+    tile."""
 
     batch_s: float = 2e-3
     row_s: float = 1e-4
@@ -72,7 +73,7 @@ class CostCurve:
 
     def __init__(self, prior: CostPrior | None = None) -> None:
         self._prior = prior if prior is not None else CostPrior()
-        self._widths: dict[int, dict[int, _SizeClass]] = {}  # by width, by place in SIZES
+        self._widths: dict[int, dict[int, _SizeClass]] = {}  # measurements by width and place in SIZES
         self._ratios = _sketch()  # measured over predicted
         self._equations = NormalEquations.zero(3, _KEEP_RATIO)
         self._fit = (self._prior.batch_s, self._prior.row_s, self._prior.token_s)

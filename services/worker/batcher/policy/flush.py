@@ -19,14 +19,14 @@ from services.worker.batcher.policy.linger import (
 
 MOST_ROWS: Final = 100
 MOST_PADDED_TOKENS: Final = 16_384
-MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # of the inputs of one batch
-TURN_LOSS_RATIO: Final = 0.1  # of a device's throughput, that shorter turns of tenants may cost
+MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # most bytes of one batch's inputs
+TURN_LOSS_RATIO: Final = 0.1  # share of a device's throughput that shorter turns of tenants may cost
 
 
 class FlushCause(StrEnum):
     """Why a batch started."""
 
-    FULL = "full"  # as many rows as a batch may have
+    FULL = "full"  # the batch may have no more rows
     TOKENS = "tokens"  # one row more would exceed the budget of padded tokens
     MEMORY = "memory"  # one row more would exceed the memory
     BYTES = "bytes"  # one row more would exceed the bytes of inputs
@@ -48,7 +48,7 @@ class BatchLimits:
     # Working memory of a batch, measured when the model was loaded.
     row_bytes: int = 0
     token_bytes: int = 0
-    # Of all inputs of a batch.
+    # most bytes of one batch's inputs
     input_bytes: int = 0
 
     def rows_at(self, width: int) -> tuple[int, FlushCause]:
@@ -87,15 +87,15 @@ class BatchLimits:
 class WaitingGroup:
     """Rows of one key, at least one, of one width or of all."""
 
-    width: int  # of rows of all widths: of their mean
+    width: int  # the padded width in tokens; for mixed widths, their mean
     rows: int
-    oldest_s: float  # when the oldest arrived
+    oldest_s: float  # arrival of the oldest
     answer_by_s: float  # the earliest instant at which a row is due by its own latency target
-    target_s: float  # that row's target
+    target_s: float  # latency target of the row that is due first
     deadline_s: float = float("inf")  # the earliest of the clients
-    mixed: bool = False  # of all widths
-    tokens: int = 0  # of mixed rows, in all
-    input_bytes: int = 0  # of all its rows
+    mixed: bool = False  # whether the rows have different widths
+    tokens: int = 0  # sum of the tokens of mixed rows
+    input_bytes: int = 0  # sum of the rows' inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Device:
     curve: CostCurve
     limits: BatchLimits
     level: float = 0.99  # share of the rows that must be answered in time
-    transport_s: float = 0.0  # of an answer, as observed at that level
+    transport_s: float = 0.0  # seconds that an answer travels, as observed at that level
     draining: bool = False
     turn_s: float = math.inf  # what a batch of several rows may take
 

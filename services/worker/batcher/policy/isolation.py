@@ -68,16 +68,16 @@ class IsolationRun:
 class Isolation:
     """The state of a search over the rows of one failed batch; each field is sorted as the batch was."""
 
-    suspects: tuple[int, ...]  # at least one of them is a cause
-    aside: tuple[int, ...] = ()  # nothing is known of them
+    suspects: tuple[int, ...]  # rows of which at least one is a cause
+    aside: tuple[int, ...] = ()  # rows that no run has cleared or condemned
     answered: tuple[int, ...] = ()
     condemned: tuple[int, ...] = ()
     unresolved: tuple[int, ...] = ()
-    deaths: tuple[int, ...] = ()  # processes that each condemned row ended alone
+    deaths: tuple[int, ...] = ()  # processes that each condemned row ended by itself
     deadly: bool = False  # its failures end the process
     apart: bool = True  # a sacrificial process can run
-    lone_failures: int = 0  # of the only suspect
-    lone_deaths: int = 0  # those of them that ended the process
+    lone_failures: int = 0  # failures of the only suspect
+    lone_deaths: int = 0  # failures of the only suspect that ended the process
     runs: int = 0
     left: int = 0  # runs of a deadly search
     most_runs: int = MOST_RUNS

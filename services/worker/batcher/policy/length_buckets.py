@@ -88,7 +88,7 @@ class _Padding:
         self._tokens = [0.0, *accumulate(histogram.tokens)]
         bins = len(self._edges)
         self._least = [self._cost(0, last) for last in range(bins)]
-        self._before: list[list[int]] = [[-1] * bins]  # by width: the bin of the width before it
+        self._before: list[list[int]] = [[-1] * bins]  # the bin of the next smaller width, for each width
 
     def best(self, count: int) -> tuple[int, ...]:
         """Return the best ``count`` widths; called with 1, 2, and so on."""

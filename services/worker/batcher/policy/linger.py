@@ -35,14 +35,14 @@ from services.core.fixed_cost.rows import BatchWindow
 from services.worker.batcher.policy.cost_curve import CostCurve
 
 GAIN_RATIO: Final = 0.02  # more throughput, for which a device waits
-_ROUNDS: Final = 4  # of the search for the size that a batch reaches
+_ROUNDS: Final = 4  # rounds of the search for the size that a batch reaches
 
 
 @dataclass(frozen=True, slots=True)
 class BatchObjective:
     """What answers have to meet. A row whose model and class have an objective has that latency instead."""
 
-    latency_s: float = 0.05  # from a row's arrival to its answer
+    latency_s: float = 0.05  # seconds from a row's arrival to its answer
     level: float = 0.99  # share of the rows that must be answered by then
 
 
@@ -50,7 +50,7 @@ class BatchObjective:
 class Expected:
     """What is expected to arrive, of the rows that may join one batch."""
 
-    rate_per_s: float = 0.0  # of open arrivals
+    rate_per_s: float = 0.0  # rate of open arrivals
     returning: tuple[tuple[float, float], ...] = ()  # seconds from now, rows that are back by then
 
 
@@ -62,7 +62,7 @@ class LingerBound:
     objective_s: float  # what is left of it to the row due first
     compute_s: float
     transport_s: float
-    rows: int  # that the batch reaches
+    rows: int  # rows that the batch reaches
 
 
 def linger_bound(
@@ -90,7 +90,7 @@ def linger_bound(
 
 
 def window_of(width: int, bound: LingerBound, expected: Expected, target_s: float) -> BatchWindow:
-    """Return what explains the bound of a batch that started. ``target_s``: of its row due first."""
+    """Return what explains the bound of a batch that started. ``target_s`` is that of its row due first."""
     return BatchWindow(
         width=width,
         linger_s=bound.linger_s,

@@ -14,7 +14,7 @@ from services.worker.batcher.policy.cost_curve import CostCurve
 
 @dataclass(frozen=True, slots=True)
 class LongBatch:
-    """A batch that runs. ``left_s``: of the ``whole_s`` that it takes alone, as predicted.
+    """A batch that runs. ``whole_s`` is its predicted time without others, ``left_s`` what is left of it.
 
     ``lent_s``: what batches between its layers were predicted to take so far.
     """
@@ -29,7 +29,7 @@ class LongBatch:
         """What a batch between its layers may take; 0: there is no time for one.
 
         All of them take no longer than the batch itself, whose tenant keeps half of the device. One that
-        takes longer than what is left would do better to wait for the end.
+        takes longer than what is left would be answered earlier after the end.
         """
         return max(0.0, min(self.left_s, self.whole_s - self.lent_s))
 

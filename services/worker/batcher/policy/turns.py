@@ -16,9 +16,9 @@ from typing import Final
 from services.core.fleet import TenantSlots
 from services.worker.batcher.policy.waiting import WaitingRow
 
-TURN_RATIO: Final = 0.5  # of the objective, that a batch takes at most while tenants share the device
-SHARED_S: Final = 10.0  # after a tenant's last row
-_MOST_TENANTS: Final = 1024  # before those that were not ahead are forgotten
+TURN_RATIO: Final = 0.5  # most of the objective that a batch takes while tenants share the device
+SHARED_S: Final = 10.0  # how long a tenant counts as sharing after its last row
+_MOST_TENANTS: Final = 1024  # most tenants before those that were not ahead are forgotten
 
 
 class TenantTurns:
@@ -54,7 +54,8 @@ class TenantTurns:
         return len(self._seen_s) > 1
 
     def tags(self, rows: Iterable[WaitingRow], cost_s: Callable[[int], float]) -> dict[int, float]:
-        """Return the tags by row number. ``rows``: by due time; ``cost_s``: of a row of a width."""
+        """Return the tags by row number. ``rows`` are in order of due time; ``cost_s`` maps a width to a
+        row's cost."""
         found: dict[int, float] = {}
         begin_s: dict[str, float] = {}
         costs: dict[int, float] = {}

@@ -29,11 +29,11 @@ class WaitingRow:
     number: int
     tenant: str
     key: BatchKey
-    width: int  # of its bucket
+    width: int  # the padded width of its bucket
     arrived_s: float
-    answer_by_s: float  # when it is due by its latency target
-    target_s: float  # that target
-    deadline_s: float = float("inf")  # of the client
+    answer_by_s: float  # instant at which it is due by its latency target
+    target_s: float  # the latency target
+    deadline_s: float = float("inf")  # instant at which the client stops waiting
     input_bytes: int = 0
 
     @property
@@ -63,7 +63,7 @@ class TooLate:
 
 
 Admission = RowAccepted | TooManyRows | TooLate
-Tags = Mapping[int, float]  # of ``turns``, by row; the order while tenants share the device
+Tags = Mapping[int, float]  # start tags of ``turns`` by row: the order while tenants share the device
 _Group = tuple[BatchKey, int]
 _Entry = tuple[float, int, WaitingRow]
 
@@ -133,7 +133,7 @@ class WaitingRows:
                 del self._groups[place]
 
     def unmeetable(self, curve: CostCurve, *, now_s: float, transport_s: float = 0.0) -> list[WaitingRow]:
-        """Return the rows whose deadline passes before a batch of theirs could end, if it started now."""
+        """Return the rows whose deadline passes before a batch with them could end, if it started now."""
         found = []
         for (_, width), entries in self._groups.items():
             least_s = now_s + curve.mean_s(width, 1) + transport_s
@@ -181,9 +181,9 @@ class WaitingRows:
     ) -> list[WaitingRow]:
         """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
 
-        ``width`` None: of all widths.
-        ``running``: rows of each tenant in batches that run. A tenant without a lease has none. ``tags`` go
-        before leases: a tenant without one has its turn too. ``without``: tenants whose rows are left out.
+        ``width`` None selects rows of all widths. ``running`` counts each tenant's rows in batches that run;
+        a missing tenant has none. ``tags`` decide before leases do, so that a tenant without a lease has its
+        turn. Rows of the tenants in ``without`` are left out.
         """
         used = Counter(running)
         within: list[WaitingRow] = []

@@ -1,13 +1,13 @@
-"""The constrained outputs of one engine: grammars are compiled and masks computed beside the steps.
+"""The constrained outputs of one engine: grammars are compiled and masks computed in parallel to the steps.
 
 A matcher follows its output: it consumes what was produced since its last mask, by any run. So a
 resumed output is replayed, a preempted one goes on, and a step that is discarded leaves nothing behind. The
 engine's thread owns the table; a matcher is used by one thread at a time, because masks are waited for before
-their step is committed, and a sequence whose mask is computed apart is in no step.
+their step is committed, and a sequence whose mask is computed separately is in no step.
 
 A step waits for its masks, so what they take is bounded: those beyond the step's budget are late, and their
 rows are computed again in the next step. An output whose masks take too much on average is slow: it is
-computed apart, in a thread of low priority, and its sequence waits for that without delaying others.
+computed in a separate thread of low priority, and its sequence waits for that without delaying others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from services.worker.engine.execute.executor import Batch
 from services.worker.engine.sequence import SequenceState
 
 # Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.
-SHARE_S: Final = 0.0001  # of a mask, on average
-BURST_S: Final = 0.008  # of an output, beyond its shares
+SHARE_S: Final = 0.0001  # average time that a mask may take
+BURST_S: Final = 0.008  # time that an output may take beyond its shares
 FIRST_S: Final = 0.004  # what a new output counts as having taken: those that are known to be quick go first
-STEP_S: Final = 0.003  # of a step, beyond its shares
+STEP_S: Final = 0.003  # time that a step may take beyond its shares
 
 
 @dataclass(slots=True)
@@ -60,8 +60,8 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """Masks of an output in a step. ``waits``: its first one is to be computed apart."""
+class _OutputMasks:
+    """Masks of an output in a step. ``waits``: the first of them is to be computed separately."""
 
     output: _Output
     request: MaskRequest
@@ -100,12 +100,12 @@ class Constraints:
         self._apart = apart
         self._processor_s = processor_s
         self._pending: dict[int, Future[Matcher]] = {}
-        self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # that are computed apart
+        self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # masks that are computed in the other process
         self._outputs: dict[int, _Output] = {}
 
     @property
     def any_pending(self) -> bool:
-        """Whether a grammar is being compiled, or a mask computed apart."""
+        """Whether a grammar is being compiled, or a mask computed separately."""
         return bool(self._pending or self._masks)
 
     def begin(self, handle: int, constraint: Constraint) -> None:
@@ -115,7 +115,7 @@ class Constraints:
     def take_compiled(self, *, timeout_s: float = 0.0) -> list[Compiled]:
         """Return the sequences whose grammars were compiled since the call before, in their order.
 
-        With a timeout, wait so long for the first one, or for a mask that is computed apart.
+        With a timeout, wait so long for the first one, or for a mask that is computed separately.
         """
         if timeout_s > 0 and self.any_pending:
             pending: list[Future[Any]] = [*self._pending.values(), *self._masks.values()]
@@ -124,14 +124,14 @@ class Constraints:
         return [self._settle(handle) for handle in done]
 
     def take_masked(self) -> list[int]:
-        """Return the sequences whose masks were computed apart since the call before."""
+        """Return the sequences whose masks were computed separately since the call before."""
         done = [handle for handle, future in self._masks.items() if future.done()]
         for handle in done:
             self._outputs[handle].mask = self._masks.pop(handle).result()
         return done
 
     def is_slow(self, handle: int) -> bool:
-        """Whether the next mask of a sequence is to be computed apart."""
+        """Whether the next mask of a sequence is to be computed separately."""
         output = self._outputs.get(handle)
         return handle in self._masks or (output is not None and output.is_slow)
 
@@ -172,7 +172,7 @@ class Constraints:
         if not self._outputs:
             return None
         rows: list[int] = []
-        asked: list[_Asked] = []
+        output_masks: list[_OutputMasks] = []
         for first, count, sequence, proposals in _rows(batch):
             output = self._outputs.get(sequence.handle)
             if output is None:
@@ -180,23 +180,23 @@ class Constraints:
             # A sequence that was preempted meanwhile may be back before its mask is computed.
             waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_apart)
             request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
-            asked.append(_Asked(output, request, waits))
+            output_masks.append(_OutputMasks(output, request, waits))
             rows += range(first, first + count)
         if not rows:
             return None
-        return self._masking.submit(self._fill, asked, rows)
+        return self._masking.submit(self._fill, output_masks, rows)
 
     # --- in other threads ----------------------------------------------------------------------------
 
     def _compile(self, constraint: Constraint) -> Matcher:
         return self._grammars.compile(constraint)
 
-    def _fill(self, asked: list[_Asked], rows: list[int]) -> RuledRows:
+    def _fill(self, output_masks: list[_OutputMasks], rows: list[int]) -> RuledRows:
         allowed = np.zeros((len(rows), self._grammars.row_bytes), np.uint8)
         problems: dict[int, str] = {}
         late: list[int] = []
         left_s = STEP_S + SHARE_S * len(rows)
-        for each in sorted(asked, key=_excess_s):
+        for each in sorted(output_masks, key=_excess_s):
             first, output = each.request.row, each.output
             if output.mask is not None:
                 allowed[first : first + 1], problem = output.mask
@@ -246,8 +246,8 @@ class Constraints:
         return Compiled(handle)
 
 
-def _excess_s(asked: _Asked) -> float:
-    return asked.output.excess_s
+def _excess_s(output_masks: _OutputMasks) -> float:
+    return output_masks.output.excess_s
 
 
 def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]]]:

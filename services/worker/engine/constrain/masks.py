@@ -14,8 +14,8 @@ class RuledRows:
     """``allowed`` [rows, bytes] has a bit per token, the lowest first: a token of ``rows[i]`` whose bit is 0
     may not come next.
 
-    ``problems``: by sampling row, why an output cannot go on. ``late``: sampling rows whose masks were not
-    computed; they are to be computed again. All bits of both are 1.
+    ``problems`` states by sampling row why an output cannot continue. ``late`` are sampling rows whose masks
+    were not computed; they are to be computed again. All bits of both are 1.
     """
 
     rows: list[int]

@@ -39,7 +39,7 @@ JOINED: Final = 16  # pieces that the second kernel reads at once
 ALIGNED: Final = 4  # integers of 16 bytes
 LEAST_DOT: Final = 16  # no side of a product may be smaller
 WARPS_OF_WIDE_TILES: Final = 8
-MAX_FIXED_PIECES: Final = 1 << 14  # of a step that is padded, where cuts are at fixed positions
+MAX_FIXED_PIECES: Final = 1 << 14  # most pieces of a padded step, where cuts are at fixed positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class TritonAttention:
         )
         if self.shape is None:
             on_device = packed.to(self._device, non_blocking=True)
-        else:  # where the graphs read
+        else:  # the graphs read these buffers
             on_device = self._static[: len(packed)].copy_(packed, non_blocking=True)
         places = zip(torch.split(on_device, sizes), columns, strict=True)
         split = [place[: len(column)] for place, column in places]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing it imports Triton
 log = structlog.get_logger()
 
 CAPABILITY: Final = (8, 0)  # Ampere
-PADDING_BLOCKS: Final = 1  # that no planner gives away: rows of padding write there
+PADDING_BLOCKS: Final = 1  # blocks that no planner gives away, because rows of padding write there
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -112,7 +112,7 @@ def graphed(
     *,
     warm: bool,
 ) -> Forward:
-    """Return the decoder with graphs, or as it is where it has none; ``warm``: of all batch sizes at once."""
+    """Return the decoder, with graphs where it supports them; ``warm`` captures all batch sizes at once."""
     from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):

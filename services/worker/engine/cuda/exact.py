@@ -1,4 +1,4 @@
-"""What computes on CUDA in mode "exact": no row's bits depend on the rows beside it, nor on its place.
+"""What computes on CUDA in mode "exact": a row's bits depend neither on its neighbours nor on its place.
 
 A product has one tile for all numbers of rows; a reduction is one program per row (``exact_kernels``). cuBLAS
 is faster, and takes other kernels for other numbers of rows. The price is that one tile has to do for a
@@ -16,7 +16,7 @@ from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.execute.operators import HeadNorms, Heads
 
-ROW_COLUMNS: Final = 1024  # of a row that are read at once
+ROW_COLUMNS: Final = 1024  # columns of a row that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class TritonReductions:
         return out
 
     def greatest(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Reductions``. Of equal numbers the first comes first, which ``topk`` leaves open on CUDA."""
+        """See ``Reductions``. Equal numbers keep their order, which ``topk`` leaves open on CUDA."""
         values, places = x.sort(dim=-1, descending=True, stable=True)
         return values[:, :count], places[:, :count]
 

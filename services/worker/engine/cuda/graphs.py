@@ -144,7 +144,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Graph:
-        """Run once beside the stream, so that compiling and handles stay out of the graph; then capture."""
+        """Run once outside the stream, so that compiling and handles stay out of the graph; then capture."""
         aside: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from services.worker.engine.cuda import elementwise as kernels
 from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Projection
 
-GATE_COLUMNS: Final = 1024  # of a program
+GATE_COLUMNS: Final = 1024  # columns that one program computes
 
 
 class TritonOperators:

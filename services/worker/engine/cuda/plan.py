@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from services.worker.engine.execute.spans import Spans
 
-EXACT_TOKENS: Final = 512  # of a piece, where cuts are at fixed positions
+EXACT_TOKENS: Final = 512  # length of a piece where cuts are at fixed positions
 PIECES_PER_PROCESSOR: Final = 2  # programs that hide each other's waits
 ALONE_ROWS: Final = 8  # a span of up to so many rows fills no tile: each of its rows attends by itself
 
@@ -106,7 +106,7 @@ class Padding:
 
     batch_sizes: tuple[int, ...]
     scratch_slot: int
-    table_entries: int  # of block tables that a padded step may have
+    table_entries: int  # most block-table entries of a padded step
 
     def rows(self, rows: int) -> int | None:
         """Return the size that so many rows are padded to, or None if they are too many."""
@@ -126,7 +126,7 @@ def plan_step(spans: Spans, cutting: Cutting, *, block_size: int) -> StepPlan:
     table = spans.tables[:, : int(held.max(initial=0))]
     blocks = table[np.arange(table.shape[1]) < held[:, None]]
     first_block = np.cumsum(held, dtype=np.int32) - held
-    position = length - rows  # of the first row
+    position = length - rows  # the first row's position
     alone = np.full(len(rows), True) if cutting.exact else rows <= ALONE_ROWS
     span, offset = _spread(np.where(alone, rows, 0))
     decodes = Decodes(first_row[span] + offset, first_block[span], position[span] + offset + np.int32(1))
@@ -138,9 +138,9 @@ def plan_step(spans: Spans, cutting: Cutting, *, block_size: int) -> StepPlan:
 
 
 def cut(length: Integers, cutting: Cutting, *, window: int | None, capacity: int) -> Pieces:
-    """Return the pieces of decode rows with ``length`` keys each, of which a window sees the last ones.
+    """Return the pieces of decode rows with ``length`` keys each; a window sees the last of these.
 
-    A row without keys gets none. At most ``capacity`` pieces, where cuts are not fixed.
+    A row without keys gets none. There are at most ``capacity`` pieces where cuts are not fixed.
     """
     tile = cutting.tile
     lowest = np.zeros_like(length) if window is None else np.maximum(length - np.int32(window), 0)

@@ -18,7 +18,7 @@ from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.cuda.plan import ALONE_ROWS
 from services.worker.engine.execute.spans import Spans
 
-PROBE_TOLERANCE: Final = 3e-2  # of bfloat16
+PROBE_TOLERANCE: Final = 3e-2  # largest difference that bfloat16 explains
 PROBE: Final = ((11, 30), (20, 20))  # rows and length of its sequences
 PROBE_WINDOW: Final = 7
 

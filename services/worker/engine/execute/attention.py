@@ -20,7 +20,7 @@ from services.worker.engine.execute.spans import Span
 class Attention(Protocol):
     """Owns the KV pool of one model.
 
-    ``contexts_at_once``: of how many sequences it holds memory that grows with their contexts; 0: of none.
+    ``contexts_at_once`` is the number of sequences for which it holds memory that grows with their contexts.
     """
 
     @property

@@ -13,7 +13,7 @@ NOT_FINITE: Final = "the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PrefillChunk:
     """Compute KV for ``tokens[start:end]``; sample only if ``end`` is the last token."""
 
     sequence: SequenceState
@@ -48,7 +48,7 @@ class Batch:
     """
 
     decodes: list[SequenceState]
-    prefills: list[Chunk]
+    prefills: list[PrefillChunk]
     proposals: dict[int, list[int]] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
     masks: StepMasks | None = None
@@ -92,7 +92,7 @@ class Samples:
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    # By row of a sequence that embeds: its hidden state after the final norm, as float32.
+    # hidden states after the final norm, as float32, by row of a sequence that embeds
     embeddings: dict[int, bytes] = field(default_factory=dict)
     # Why a row has no mask.
     unmasked: dict[int, str] = field(default_factory=dict)

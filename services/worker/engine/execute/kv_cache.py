@@ -101,7 +101,8 @@ class KvPool(Protocol):
         """
 
     def moving_bytes(self, blocks: int) -> int:
-        """Return what a change to or from so many blocks takes while it goes on, beside the larger pool."""
+        """Return the bytes that a change to or from so many blocks takes while it runs, besides the larger
+        pool."""
 
 
 def copy_blocks(keys: torch.Tensor, values: torch.Tensor, copies: Sequence[tuple[int, int]]) -> None:

@@ -48,8 +48,8 @@ class Weights:
 
 @dataclass(slots=True)
 class Hidden:
-    """Receives hidden states after the final norm: of the logit rows [logit rows, hidden size], and of
-    ``others``, int64 rows that need no logits now, [others, hidden size]."""
+    """Receives hidden states after the final norm: those of the logit rows [logit rows, hidden size], and
+    those of ``others``, int64 rows that need no logits now, [others, hidden size]."""
 
     others: torch.Tensor | None = None
     values: torch.Tensor | None = None

@@ -55,7 +55,8 @@ class NullExecutor:
         }
         if self._step_s > 0:
             self._pace()
-        vectors = {row: bytes(4) for row in batch.embedded}  # of one dimension: there is no model
+        # Vectors have one dimension, since there is no model.
+        vectors = {row: bytes(4) for row in batch.embedded}
         return Samples(tokens, logprobs, embeddings=vectors, scores=blank_scores(batch))
 
     def resize(self, blocks: int) -> None:

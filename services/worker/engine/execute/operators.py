@@ -1,4 +1,5 @@
-"""What a decoder computes with, attention apart. ``Operators`` is the seam, ``TorchOperators`` runs anywhere.
+"""What a decoder computes with, except attention. ``Operators`` is the seam, ``TorchOperators`` runs
+anywhere.
 
 Each implementation states how far a row's result depends on the rows that are computed with it.
 """
@@ -119,8 +120,9 @@ class Linear:
     ``F.linear`` repacks the weight at each call on CPUs. oneDNN's packed form skips that. In float32 its
     result for a row was the same in every number of rows from 2 to 512 that was tried, on processors with
     AVX512; a single row was summed in another order where inputs are wider than 1,024, so it is computed
-    beside a row of zeros. This is an observation and no promise, unlike that of ``native``; in bfloat16 the
-    result does depend on the number of rows. The operators are private to torch: detected, not assumed.
+    together with a row of zeros. This is an observation and no promise, unlike that of ``native``; in
+    bfloat16 the result does depend on the number of rows. The operators are private to torch: detected, not
+    assumed.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ from services.worker.engine.sample.reductions import Reductions
 from services.worker.engine.validation import MAX_LOGPROBS
 from services.worker.engine_protocol import SampledLogprobs
 
-SLICE_ROWS: Final = 64  # whose logits are there at once
+SLICE_ROWS: Final = 64  # rows whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def launch_scores(
         logprobs = reductions.log_softmax(logits_of(states))
         own = logprobs.gather(1, tokens[:, None])
         ranks = (logprobs > own).sum(dim=-1) + 1
-        # Which of equal numbers come first depends on how many are looked for: always as many.
+        # The count is constant, because the order of equal numbers depends on how many are selected.
         values, ids = reductions.greatest(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
         slices.append((own[:, 0], ranks, values[:, :width], ids[:, :width]))
     return PromptScores(scored.chunks, slices)

@@ -53,7 +53,7 @@ class Rope:
     def _frequencies_at(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return the frequencies [rows, dim/2] of tokens in sequences of these lengths.
 
-        Those of a length are computed alone: torch's power of an element can depend on how many there are.
+        Lengths are computed one by one: torch's power of an element can depend on how many there are.
         """
         distinct, rows = torch.unique(lengths, return_inverse=True)
         return torch.stack([self._frequencies_of(length) for length in distinct.tolist()])[rows]

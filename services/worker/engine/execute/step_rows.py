@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.spans import Ints, Spans, Table
 from services.worker.engine.sample.sampling_rows import SamplingColumns, SamplingRows, columns_of
 from services.worker.engine.sequence import SequenceState
@@ -43,7 +43,7 @@ class StepRows:
 class Seats:
     """Arrays in the order of a batch's decodes. They are valid until the next ``rows``.
 
-    What a seat keeps is fixed for a sequence but for its block table: that one is written again when
+    What a seat keeps is fixed for a sequence, except for its block table, which is written again when
     ``table_version`` has moved.
     """
 
@@ -56,7 +56,7 @@ class Seats:
         self._columns: SamplingColumns = columns_of(())
 
     def rows(self, batch: Batch) -> StepRows:
-        """Return the rows of a step: of each decode its last token and its proposals, then the chunks."""
+        """Return the rows of a step: each decode's last token and its proposals, then the chunks."""
         self._seat(batch.decodes)
         decodes = self._decode_rows(batch)
         return self._with_chunks(decodes, batch.prefills) if batch.prefills else decodes
@@ -79,7 +79,7 @@ class Seats:
         places = [known.get(sequence, -1) for sequence in decodes]
         new = [sequence for sequence, place in zip(decodes, places, strict=True) if place < 0]
         number = len(known)
-        source: list[int] = []  # where each seat's entries are, once the new ones stand behind the old
+        source: list[int] = []  # place of each seat's entries once the new ones follow the old
         for place in places:
             source.append(number if place < 0 else place)
             number += place < 0
@@ -119,7 +119,7 @@ class Seats:
         return StepRows(tokens, positions, columns.prompt_tokens, slots, seats, spans, sampling)
 
     def _verifying_rows(self, batch: Batch, lengths: Ints, last: Ints) -> StepRows:
-        """Return rows of which some decodes have several: one more than the sequence has proposals."""
+        """Return the rows of a step whose decodes have a row more than they have proposals."""
         proposals = batch.proposals
         counts = np.ones(len(lengths), np.int64)
         for index, proposed in proposals.items():
@@ -148,7 +148,7 @@ class Seats:
         slots = self._slots(self._tables, seats, positions)
         return StepRows(tokens, positions, columns.prompt_tokens, slots, rows, spans, sampling)
 
-    def _with_chunks(self, decodes: StepRows, chunks: Sequence[Chunk]) -> StepRows:
+    def _with_chunks(self, decodes: StepRows, chunks: Sequence[PrefillChunk]) -> StepRows:
         """Append the rows of prefill chunks; there are few, and each has many rows."""
         counts = np.array([chunk.end - chunk.start for chunk in chunks], np.int64)
         ends = np.array([chunk.end for chunk in chunks], np.int64)
@@ -190,11 +190,11 @@ class Seats:
         return slots
 
 
-def _tokens_of(chunk: Chunk) -> Ints:
+def _tokens_of(chunk: PrefillChunk) -> Ints:
     return np.array(chunk.sequence.tokens[chunk.start : chunk.end], np.int64)
 
 
-def _table_of(chunks: Sequence[Chunk], least: int) -> Table:
+def _table_of(chunks: Sequence[PrefillChunk], least: int) -> Table:
     """Return the block tables of the chunks' sequences [chunks, blocks], at least so wide."""
     widest = max(least, *(len(chunk.sequence.blocks) for chunk in chunks))
     tables = _widened(np.zeros((len(chunks), least), np.int32), widest)

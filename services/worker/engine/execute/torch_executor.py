@@ -36,8 +36,8 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden``: of the rows
-    ``embedded``, float32 on the device."""
+    """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden`` has the states of
+    the rows ``embedded`` as float32 on the device."""
 
     sampled: Sampled | None
     embedded: list[int]
@@ -80,7 +80,7 @@ class TorchExecutor:
         self._rule_out = rule_out
         self._seats = Seats(cache.block_size)
         self._under_way: deque[_Running] = deque()
-        self._tokens = torch.empty(0, dtype=torch.int64)  # of the newest batch's rows, on the device
+        self._tokens = torch.empty(0, dtype=torch.int64)  # tokens of the newest batch's rows, on the device
 
     def run(self, batch: Batch) -> Samples:
         """Return one sample per sampling row; the KV of every row is written."""
@@ -100,7 +100,8 @@ class TorchExecutor:
                 sampled = launch(logits, rows.sampling, self._reductions, batch.masks, self._rule_out)
                 self._tokens = sampled.tokens
                 sampled = sampled.to_host()
-            del logits  # of other rows as many are made next
+            # The memory is freed first, because the scores below make as many logits of other rows.
+            del logits
             scores = None
             if scored is not None and hidden is not None and hidden.of_others is not None:
                 scores = launch_scores(self._decoder.logits, hidden.of_others, scored, self._reductions)
@@ -125,7 +126,8 @@ class TorchExecutor:
         return self._attention.contexts_at_once
 
     def moving_bytes(self, blocks: int) -> int:
-        """Return what a change to or from so many blocks takes while it goes on, beside the larger pool."""
+        """Return the bytes that a change to or from so many blocks takes while it runs, besides the larger
+        pool."""
         return self._cache.moving_bytes(blocks)
 
     def resize(self, blocks: int, *, warm: bool = False) -> None:
@@ -135,7 +137,8 @@ class TorchExecutor:
             if self._rebuild is None:
                 self._cache.resize(blocks)
                 return
-            del self._decoder, self._attention  # and the graphs, which point into the pool
+            # The graphs go as well, because they point into the pool.
+            del self._decoder, self._attention
             try:
                 self._cache.resize(blocks)
             finally:

@@ -11,7 +11,7 @@ from fairway.formats import generation, safetensors
 from fairway.formats.config_fields import MAX_JSON_BYTES, UnsupportedModel, object_in, positive_int
 from fairway.formats.version_files import TENSOR_SUFFIX
 
-DEFAULT_VOCAB_SIZE: Final = 32000  # of a null model whose config names none
+DEFAULT_VOCAB_SIZE: Final = 32000  # size for a null model whose config has none
 
 
 def names_in(model_dir: Path) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """How much memory loading and a step took at their peak.
 
-Of a process its anonymous memory counts: pages of files that are mapped, a checkpoint's among them, are the
-system's to drop. The kernel keeps the peak of all resident memory alone. In a step the part of files does not
+A process counts with its anonymous memory: pages of mapped files, such as a checkpoint's, are the system's to
+drop. The kernel keeps a peak only of all resident memory. In a step the part of files does not
 shrink, so its peak less that part is the step's; while files come and go, samples are taken.
 """
 

@@ -1,4 +1,4 @@
-"""The profiling step: the largest steps that the limits allow, and the pool that is left beside them.
+"""The profiling step: the largest steps that the limits allow, and the pool that is left besides them.
 
 The batches are made up: their sequences share one block, whose KV means nothing.
 """
@@ -12,30 +12,31 @@ from typing import Final
 import msgspec
 
 from services.core.generation import OutputLimits, Prompt, Sampling
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine.validation import MAX_LOGPROBS
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
 
 MIB: Final = 1 << 20
-PROFILED_BLOCKS: Final = 1  # of the pool that the profiling step runs on
+PROFILED_BLOCKS: Final = 1  # size of the pool that the profiling step runs on
 LEAST_CONTEXT: Final = 1024  # tokens; a pool that holds less is of no use
 _LIMITS: Final = OutputLimits(max_tokens=1 << 20, min_tokens=1 << 20, stop_token_ids=(0,))
-MOST_PAIRS: Final = 1 << 24  # of queries and keys in a chunk that torch attends with: more take long on a CPU
+# most pairs of queries and keys in a chunk that torch attends with: more take long on a CPU
+MOST_PAIRS: Final = 1 << 24
 
 
 def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int) -> Iterator[Batch]:
     """Yield batches that take as much memory as any within the limits, each row with every sampling feature.
 
-    As many tokens as the budget has, and as many sampling rows as there are sequences; with speculation, as
-    many sampling rows as proposals make; and where attention holds memory that grows with the contexts of
-    ``contexts_at_once`` sequences, so many decodes, and a chunk, at the end of a context.
+    They have as many tokens as the budget, and as many sampling rows as there are sequences; with
+    speculation, as many as proposals make. Where attention holds memory that grows with the contexts of
+    ``contexts_at_once`` sequences, so many decodes, and a chunk, stand at the end of a context.
     """
     sampling = _costliest(ready.vocab_size)
     rows, sequences, longest = config.token_budget, config.max_sequences, max(1, ready.max_model_len - 1)
     shares = [min(longest, rows // sequences + (place < rows % sequences)) for place in range(sequences)]
-    yield Batch([], [Chunk(_sequence(size, sampling, config), 0, size) for size in shares])
+    yield Batch([], [PrefillChunk(_sequence(size, sampling, config), 0, size) for size in shares])
     spare = rows - sequences
     most = min(config.max_proposals, longest - 1)
     counts = [min(most, spare // sequences + (place < spare % sequences)) for place in range(sequences)]
@@ -48,7 +49,7 @@ def largest_batches(config: EngineConfig, ready: Ready, *, contexts_at_once: int
     if contexts_at_once and longest > rows:
         whole = _sequence(longest, sampling, config)
         chunk = rows if contexts_at_once > 1 else max(1, min(rows, MOST_PAIRS // longest))
-        yield Batch([], [Chunk(whole, longest - chunk, longest)])
+        yield Batch([], [PrefillChunk(whole, longest - chunk, longest)])
 
 
 def sized(config: EngineConfig, ready: Ready, working_bytes: int) -> Ready:
@@ -98,7 +99,7 @@ def _costliest(vocab_size: int) -> Sampling:
 
 
 def _sequence(tokens: int, sampling: Sampling, config: EngineConfig, *, spare: int = 0) -> SequenceState:
-    """Return a sequence of which all but the last token, or nothing, is computed; half of it is output."""
+    """Return a sequence with all but the last token computed, or nothing; half of it is output."""
     prompt = max(1, tokens // 2)
     submit = Submit(0, Prompt([0] * prompt), sampling, _LIMITS, 1 << 30, produced_ids=[0] * (tokens - prompt))
     sequence = sequence_of(submit, arrival=0, eos_ids=frozenset())

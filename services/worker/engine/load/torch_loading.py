@@ -161,7 +161,7 @@ def operators_of(model: ModelConfig, config: EngineConfig, device: torch.device)
         return fallback
     threads = torch.get_num_threads()
     log.info("operators.loaded", library=library.name, threads=threads, mode=config.mode)
-    # Where processors multiply bfloat16 matrices, torch's linears are the faster ones.
+    # torch's linears are faster on processors that multiply bfloat16 matrices.
     linears = fallback if config.mode == "free" and dtype is torch.bfloat16 else None
     return NativeOperators(
         library, kv_heads=model.kv_heads, eps=model.norm_eps, threads=threads, linears=linears

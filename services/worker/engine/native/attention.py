@@ -26,8 +26,8 @@ Tiles = npt.NDArray[np.int32]
 
 
 class NativeKvCache:
-    """The KV pool as the operators read it: by layer and block, keys [kv_heads, head_dim, block_size], so
-    that neighbouring keys are neighbours in memory, and values [kv_heads, block_size, head_dim].
+    """The KV pool as the operators read it. Each layer and block has keys [kv_heads, head_dim, block_size],
+    so that neighbouring keys are neighbours in memory, and values [kv_heads, block_size, head_dim].
     """
 
     def __init__(self, shape: KvShape, blocks: int, *, most_blocks: int = 0) -> None:
@@ -67,7 +67,7 @@ class _Step:
     lengths: Ints
     tables: Table
     tiles: Tiles
-    most_rows: int  # of a tile
+    most_rows: int  # most rows of a tile
 
 
 class NativeAttention:
@@ -91,7 +91,7 @@ class NativeAttention:
         self._spans, self._slots, self._step = spans, slots.contiguous(), None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """See ``Attention``; rows of q, k and v are equally far apart, their heads contiguous."""
+        """See ``Attention``; rows of q, k and v have one stride each, and their heads are contiguous."""
         rows, heads, dim = q.shape
         kv_heads = self._cache.shape.kv_heads
         q, k, v = _together(q, k, v)
@@ -170,7 +170,7 @@ def _step_of(spans: Sequence[Span], slots: torch.Tensor, *, group: int) -> _Step
 def _together(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three with rows equally far apart and heads contiguous, as they are where they are so."""
+    """Return the three with one stride and contiguous heads, unchanged where they have them already."""
     dim = q.shape[2]
     inner = all(each.stride(2) == 1 and each.stride(1) == dim for each in (q, k, v))
     if inner and q.stride(0) == k.stride(0) == v.stride(0):

@@ -1,8 +1,8 @@
 """Compiles the operators at first use into a private folder, and finds them there afterwards.
 
 A library's name is a digest of source, the compiler's path and version, flags, processor and the path of the
-OpenMP runtime; headers, assembler and linker of the system are not in it. Of the environment a compiler sees
-the user's folders alone. A library is complete before it has its name, so processes may build at the same
+OpenMP runtime; headers, assembler and linker of the system are not in it. A compiler's environment has only
+the user's folders. A library is complete before it has its name, so processes may build at the same
 time. Nothing is loaded from a folder, or below a folder, that anybody else can write to, and nothing that was
 cut short: a library ends with a digest of what comes before.
 """
@@ -245,7 +245,7 @@ def _forget_old(cache: Path, library: Path) -> None:
 
 
 def _forget_abandoned(folder: Path) -> None:
-    """Remove the folders, beside this new one, of builds whose process was ended amid them."""
+    """Remove the other folders, left by builds whose process was ended in the middle."""
     now_s = folder.stat().st_mtime
     for other in folder.parent.glob("build-*"):
         with contextlib.suppress(OSError):

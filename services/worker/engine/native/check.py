@@ -31,7 +31,7 @@ ROWS: Final = 5
 WIDTH: Final = 24  # a vector of lanes and a half
 INNER: Final = 20
 DIM: Final = 6
-HEADS: Final = 2  # of queries; one of keys and values
+HEADS: Final = 2  # heads of queries; keys and values have one
 BLOCK_SIZE: Final = 2
 
 

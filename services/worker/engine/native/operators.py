@@ -18,7 +18,7 @@ from services.worker.engine.constrain.masks import RuledRows
 from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
 from services.worker.engine.native.library import Library, LinearCall, RotateCall, RuleOutCall
 
-LANES: Final = 16  # as in source/simd.h
+LANES: Final = 16  # numbers in a vector, equal to the constant in source/simd.h
 PANEL: Final = 2 * LANES
 STORE: Final = 0  # source/linear.h, Epilogue
 ADD: Final = 1

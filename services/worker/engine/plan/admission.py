@@ -34,7 +34,7 @@ class StepAdmission:
         self._reuse = reuse
 
     def line_up(self, sequence: SequenceState) -> None:
-        """Put a sequence that is nowhere in its line; one without credit is parked beside it."""
+        """Put a sequence that is nowhere in its line; one without credit is parked instead."""
         if not sequence.has_credit:
             self._places.put(sequence, Status.PARKED)
             return

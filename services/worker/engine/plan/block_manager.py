@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from services.worker.engine.sequence import SequenceState
 
-_FREE: Final = 0  # in the byte map, which is searched at memchr speed
+_FREE: Final = 0  # values of the byte map, which is searched at memchr speed
 _HELD: Final = 1
 _CLOSED: Final = 2  # free, and not to be allocated
 
@@ -70,11 +70,11 @@ class BlockManager:
         self.blocks_total = blocks_total
         self.block_size = block_size
         self.blocks_free = blocks_total
-        self.blocks_open = blocks_total  # those from here on are closed
+        self.blocks_open = blocks_total  # first closed block
         self._least = min(least_blocks, blocks_total)
         self._state = bytearray(blocks_total)
         self._closed_free = 0
-        self._cursor = 0  # where the search for a new run starts
+        self._cursor = 0  # start of the search for a new run
 
     @property
     def blocks_used(self) -> int:
@@ -187,7 +187,7 @@ class BlockManager:
     def _new_run(self, count: int, expected: int) -> int:
         for length in (max(count, expected), count):
             if length > self.blocks_free:
-                continue  # in a full pool the search would walk all of it for nothing
+                continue  # The search would walk all of a full pool for nothing.
             run = bytes(length)
             start = self._state.find(run, self._cursor)
             if start < 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.plan.admission import StepAdmission
 from services.worker.engine.plan.block_manager import BlockPool, clear, cut, extend
 from services.worker.engine.plan.sequence_sets import SequenceSets
@@ -21,7 +21,7 @@ from services.worker.engine.prefix.reuse import PrefixReuse, claims
 from services.worker.engine.sequence import SequenceState, Status
 from services.worker.policy.prefill import PrefillBudget, shares
 
-MAX_PREEMPTIONS = 2  # at the second one the sequence goes back to the scheduler
+MAX_PREEMPTIONS = 2  # preemptions after which the sequence goes back to the scheduler
 MAX_LONG_PREFILLS = 2
 _ORDER: Final = attrgetter("order")
 
@@ -70,8 +70,8 @@ class Planner:
             max_long_prefills=limits.max_long_prefills,
             reuse=reuse,
         )
-        self._copies: list[tuple[int, int]] = []  # of the step that is planned
-        self._suspect: SequenceState | None = None  # that runs in steps of its own
+        self._copies: list[tuple[int, int]] = []  # block copies of the step that is planned
+        self._suspect: SequenceState | None = None  # the sequence that runs in steps of its own
         self._apart_before = False  # the step before was one of these
         self.preemptions = 0
 
@@ -137,7 +137,7 @@ class Planner:
     def plan(self) -> tuple[Batch, list[SequenceState]]:
         """Return the next batch, with its blocks reserved, and the sequences that are handed back.
 
-        The batch computes at most ``token_budget`` tokens. Of sequences with credit the older take blocks
+        The batch computes at most ``token_budget`` tokens. The older sequences with credit take blocks
         from the younger, never the reverse, so the oldest always moves and everything finishes; those
         without credit are preempted for any of them, so that a slow reader delays no other. Each with a seat
         prefills: the shortest rest first, the oldest with a share of its own, so that a short prompt does not
@@ -145,7 +145,7 @@ class Planner:
         beyond its end is preempted in each plan.
 
         Suspects of a crash start before others, one at a time, and run in steps of their own. While one does,
-        every other step is that of the others.
+        every other step computes the others.
         """
         self._seat_returning()
         handed_back = [*self._release_closed(), *self._grow()]
@@ -211,7 +211,7 @@ class Planner:
         else:
             self._budget.aim(target_s)
 
-    def computed(self, prefills: list[Chunk]) -> None:
+    def computed(self, prefills: list[PrefillChunk]) -> None:
         """Record that the chunks have run; those that reached their last token decode from now on.
 
         Chunks of sequences that were removed meanwhile mean nothing.
@@ -224,7 +224,7 @@ class Planner:
             if chunk.samples:
                 self._places.move(sequence, Status.DECODING)
 
-    def publish(self, prefills: list[Chunk]) -> None:
+    def publish(self, prefills: list[PrefillChunk]) -> None:
         """Let others find what the chunks computed, once it is known which of their sequences failed."""
         if self._reuse is not None:
             for chunk in prefills:
@@ -309,7 +309,7 @@ class Planner:
         return True
 
     def _batch(self, copies: list[tuple[int, int]]) -> Batch:
-        """Return the suspect's step, or that of all others: in turn, while both have something to compute."""
+        """Return the suspect's step or that of all others, in turn while both have something to compute."""
         suspect, places = self._running_suspect(), self._places
         if suspect is None:
             return Batch(
@@ -358,7 +358,8 @@ class Planner:
     def _victim(self) -> SequenceState:
         """Return the sequence to preempt for a decode: one that waits for its reader, else the youngest.
 
-        Those that wait for their readers keep their KV where others hold all of it: it would free nothing.
+        Sequences that wait for their readers keep KV that others hold too, because preempting them frees
+        nothing.
         """
         if self._blocks.freed_by([sequence.blocks for sequence in self._places.stalled]):
             return self._admission.stalled_victim()
@@ -394,14 +395,14 @@ class Planner:
                 handed_back.append(victim)
         return True
 
-    def _chunks(self, prefilling: list[SequenceState], decodes: int) -> list[Chunk]:
+    def _chunks(self, prefilling: list[SequenceState], decodes: int) -> list[PrefillChunk]:
         """Return this step's chunks, in the order in which their sequences got their places."""
         movers, claimed = claims(prefilling, self._reuse)
         budget = self._limits.token_budget - decodes
         if self._budget is not None and (decodes or self._places.long_prefills):
             budget = min(budget, self._budget.tokens)
         return [
-            Chunk(sequence, sequence.computed, sequence.computed + tokens)
+            PrefillChunk(sequence, sequence.computed, sequence.computed + tokens)
             for sequence, tokens in zip(movers, shares(claimed, budget), strict=True)
             if tokens
         ]

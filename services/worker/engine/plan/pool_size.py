@@ -14,14 +14,14 @@ from services.worker.engine.speculation.speculator import Speculator
 
 
 class PoolSize:
-    """Owns the changes of one pool, of the memory behind it and of the draft's beside it."""
+    """Owns the changes of one pool, of the memory behind it, and of the draft model's pool."""
 
     def __init__(self, blocks: BlockPool, executor: Executor, speculation: Speculator | None) -> None:
         self._blocks = blocks
         self._executor = executor
         self._speculation = speculation
-        self._backed = blocks.blocks_total  # that have memory
-        self._wanted: int | None = None  # until it is answered
+        self._backed = blocks.blocks_total  # blocks that have memory
+        self._wanted: int | None = None  # the size that was requested and has no answer yet
 
     @property
     def changing(self) -> bool:

@@ -16,7 +16,7 @@ class SequenceSets:
     def __init__(self) -> None:
         self.waiting = WaitQueue()
         self.preempted = WaitQueue()
-        self.apart: list[SequenceState] = []  # in the order in which they came
+        self.apart: list[SequenceState] = []  # suspects in order of arrival
         self.compiling: list[SequenceState] = []
         self.parked: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
@@ -24,8 +24,8 @@ class SequenceSets:
         self.held: list[SequenceState] = []
         self.masking: list[SequenceState] = []
         self.stalled: list[SequenceState] = []
-        self.returning: list[SequenceState] = []  # in the order of their credit
-        self.long_prefills = 0  # of those that prefill
+        self.returning: list[SequenceState] = []  # sequences in the order of their credit
+        self.long_prefills = 0  # prefilling sequences with a long prompt
         self._lists = {
             Status.APART: self.apart,
             Status.COMPILING: self.compiling,
@@ -108,7 +108,7 @@ class SequenceSets:
 
 
 class WaitQueue:
-    """Sequences in (priority, arrival) order, long prompts apart. Head and push of the newest are cheap.
+    """Sequences in (priority, arrival) order, long prompts separately. Head and push of the newest are cheap.
 
     ``is_long`` of a sequence stays while it is here.
     """

@@ -1,1 +1,1 @@
-"""The prefix cache: KV that earlier sequences left, found by the names of prompts that begin alike."""
+"""The prefix cache: KV that earlier sequences left, found by the names of prompts with the same beginning."""

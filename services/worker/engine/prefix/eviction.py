@@ -23,7 +23,7 @@ from services.worker.engine.prefix.cached_blocks import CachedBlocks
 MOST: Final = 15  # requests; more count as these
 _FULL: Final = 2 * MOST
 _HALVED: Final = bytes(count // 2 for count in range(256))
-_COLUMNS_PER_REQUEST: Final = 8  # at most one in fifty names is counted by collision alone
+_COLUMNS_PER_REQUEST: Final = 8  # columns at which at most one in fifty names is counted only by collision
 
 
 class FrequencySketch:
@@ -61,7 +61,7 @@ class FrequencySketch:
         return (least + 1) // 2
 
     def requests(self, name: int) -> int:
-        """Return how often the name was requested lately; never an underestimate, halvings apart."""
+        """Return how often the name was requested lately; halvings are the only cause of an underestimate."""
         return (min(self._low[name & self._mask], self._high[(name >> 32) & self._mask]) + 1) // 2
 
     def _halve(self) -> None:
@@ -71,7 +71,7 @@ class FrequencySketch:
 
 
 STALE_TURNOVERS: Final = 4
-_UNITS: Final = 16  # of an eviction, and of the cost of a first block
+_UNITS: Final = 16  # units that an eviction and the cost of a first block are counted in
 _SLACK: Final = 64  # entries by which a heap may exceed twice what it stands for
 
 
@@ -108,10 +108,10 @@ class EvictionOrder:
         self._half = max(1, limits.attention_half_tokens // block_size)  # blocks
         self._ratio = limits.domain_ratio
         self._heap: list[tuple[int, int]] = []
-        self._domains: dict[int, _Domain] = {}  # by root
+        self._domains: dict[int, _Domain] = {}  # domains by root
         self._beyond: dict[int, None] = {}  # domains beyond their share
         self._deadline = array("q")
-        self._let_go = array("q")  # when each block lost its last holder
+        self._let_go = array("q")  # time at which each block lost its last holder
         self._now = 0  # evictions, in units
         self._idle_since = array("q")  # the same as a plain count
         self._evictions = 0

@@ -64,12 +64,12 @@ class PrefixReuse(Protocol):
 
     def advance(self, sequence: SequenceState) -> None:
         """Move a prefilling sequence past what others have computed since it started: ``computed`` rises,
-        and ``blocks`` has theirs in place of its own, which are free."""
+        and their blocks replace its own in ``blocks``, which become free."""
 
     def next_name(self, sequence: SequenceState) -> int | None:
         """Return the name of the prefix block that it computes next, None where that is never entered.
 
-        Sequences of which it is the same would compute the same.
+        Sequences with the same name would compute the same.
         """
 
     def publish(self, sequence: SequenceState) -> None:

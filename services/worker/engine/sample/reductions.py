@@ -1,6 +1,6 @@
 """Sums over the rows that are sampled. ``Reductions`` is the seam, ``TorchReductions`` runs anywhere.
 
-Each implementation states how far a row's result depends on the rows beside it.
+Each implementation states how far a row's result depends on the other rows.
 """
 
 from __future__ import annotations

@@ -41,10 +41,10 @@ from services.worker.engine_protocol import SampledLogprobs
 
 TILE: Final = 128  # tokens whose weights are summed at once
 CANDIDATES: Final = 128  # how many of the greatest logits top-p looks at first
-WIDER: Final = 16  # and how many times as many where these do not reach top_p
+WIDER: Final = 16  # factor by which top-p looks at more where these do not reach it
 MOST_PLACES: Final = 1 << 16  # tokens of prompts and outputs whose penalties are computed at once
 BITS: Final = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
-NO_TOKEN: Final = -1  # in a column of tokens: the row's logits are no numbers
+NO_TOKEN: Final = -1  # token of a row whose logits are no numbers
 TORCH: Final = TorchReductions()
 
 # Adds minus infinity to the logits [rows, vocabulary] that constraints forbid: what is no number stays none.
@@ -55,7 +55,7 @@ RuleOut: TypeAlias = Callable[[torch.Tensor, RuledRows], None]
 class Sampled:
     """The samples of a step, perhaps still being computed on the device.
 
-    ``tokens`` [rows] are NO_TOKEN where a row has none. Of the rows in ``logged``, ``own`` [logged] is the
+    ``tokens`` [rows] are NO_TOKEN where a row has none. For the rows in ``logged``, ``own`` [logged] is the
     log-probability of the token, ``top`` are the greatest and their tokens [logged, width]; ``wanted`` is
     how many of these are reported. ``copied``: all is on the host once this event of a CUDA stream is over.
     """
@@ -98,7 +98,7 @@ class Sampled:
 
 
 def torch_rule_out(logits: torch.Tensor, ruled: RuledRows) -> None:
-    """See ``RuleOut``: of any device, which receives the bits alone."""
+    """See ``RuleOut``. It works on any device, which receives only the bits."""
     bits = _on(torch.from_numpy(ruled.allowed), logits)[:, :, None]
     allowed = bits.bitwise_and(_on(BITS, logits)).flatten(1)[:, : logits.shape[1]]
     biases = torch.where(allowed == 0, -math.inf, 0.0)
@@ -142,7 +142,7 @@ def launch(
     logprobs = None if places is None else reductions.log_softmax(logits[places])
     if flags & MIN_TOKENS:
         _mask_stops(logits, rows, ruled)
-    best, tokens = logits.max(dim=-1)  # as the greatest, NaN comes out too
+    best, tokens = logits.max(dim=-1)  # A NaN counts as the greatest, so it comes out here.
     finite = best.isfinite()
     if flags & DRAWN:
         tokens = _drawn(logits, best, tokens, rows, reductions)
@@ -150,7 +150,7 @@ def launch(
     if places is None or logprobs is None:
         return Sampled(tokens, [], [], tokens, (tokens, tokens))
     wanted = [rows.sequences[row].sampling.logprobs or 0 for row in logged]
-    # Which of equal numbers come first depends on how many are looked for: always as many.
+    # The count is constant, because the order of equal numbers depends on how many are selected.
     values, ids = reductions.greatest(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
     top = values[:, : max(wanted)], ids[:, : max(wanted)]
     chosen = tokens[places].clamp(min=0)[:, None]

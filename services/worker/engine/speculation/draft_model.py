@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from services.worker.engine.execute.executor import Batch, Chunk, Runner
+from services.worker.engine.execute.executor import Batch, PrefillChunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.sequence import SequenceState, Status
 
-MAX_CATCH_UP_RATIO: Final = 1 / 4  # of the token budget: what the draft may compute to get to the text's end
+# share of the token budget that the draft may compute to get to the text's end
+MAX_CATCH_UP_RATIO: Final = 1 / 4
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +43,7 @@ class DraftModel:
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._catch_up = max(1, int(token_budget * MAX_CATCH_UP_RATIO))
-        self._drafts: dict[int, _Draft] = {}  # by handle
+        self._drafts: dict[int, _Draft] = {}  # drafts by handle
         self._turn = 0
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
@@ -120,7 +121,7 @@ class DraftModel:
     def _first_step(self, drafts: list[_Draft]) -> list[_Draft]:
         """Bring the drafts to the end of their texts; return those that are there, with a token."""
         decodes: list[_Draft] = []
-        chunks: list[tuple[_Draft, Chunk]] = []
+        chunks: list[tuple[_Draft, PrefillChunk]] = []
         left = self._catch_up
         for draft in drafts:
             state = draft.state
@@ -130,7 +131,7 @@ class DraftModel:
             elif left > 0:
                 taken = min(rest, left)
                 left -= taken
-                chunks.append((draft, Chunk(state, state.computed, state.computed + taken)))
+                chunks.append((draft, PrefillChunk(state, state.computed, state.computed + taken)))
         if not decodes and not chunks:
             return []
         batch = Batch([draft.state for draft in decodes], [chunk for _, chunk in chunks])
@@ -145,7 +146,7 @@ class DraftModel:
         return self._take(drafts, samples.tokens, samples.errors)
 
     def _take(self, drafts: list[_Draft], tokens: list[int], errors: dict[int, str]) -> list[_Draft]:
-        """Append a token to each; return those of which more are wanted."""
+        """Append a token to each; return the drafts that want more."""
         going: list[_Draft] = []
         for row, (draft, token) in enumerate(zip(drafts, tokens, strict=True)):
             draft.state.computed = len(draft.state.tokens)

@@ -27,7 +27,7 @@ class PromptLookup:
 
     def __init__(self, *, max_sequences: int) -> None:
         self._max_sequences = max_sequences
-        self._indexes: dict[int, SuffixIndex] = {}  # by handle
+        self._indexes: dict[int, SuffixIndex] = {}  # indexes by handle
 
     def propose(self, wanted: Sequence[tuple[SequenceState, int]]) -> list[list[int]]:
         """See ``Proposer``."""
@@ -56,8 +56,8 @@ class SuffixIndex:
     """
 
     def __init__(self) -> None:
-        self._heads = array("i", [NOWHERE]) * WINDOW  # by hash, the last place
-        self._earlier = array("i", [NOWHERE]) * WINDOW  # by place, the one before it with its hash
+        self._heads = array("i", [NOWHERE]) * WINDOW  # the last place of each hash
+        self._earlier = array("i", [NOWHERE]) * WINDOW  # the place before each that has the same hash
         self._indexed = 0  # places before this one are in the chains
 
     def after(self, tokens: MutableSequence[int], most: int) -> list[int]:

@@ -33,7 +33,7 @@ class Speculator:
         self._proposer = proposer
         self._policy = policy
         self._clock = clock
-        self._proposing_s = 0.0  # of the present step
+        self._proposing_s = 0.0  # time that proposing took in the present step
 
     def propose(
         self, decodes: Sequence[SequenceState], *, most_rows: int, prefills: bool

@@ -9,7 +9,7 @@ from aetcd import rpc
 
 from services.adapters.etcd.watch import Batches, prefix_range
 from services.core.errors import StoreUnavailable
-from services.ports.store import Changed, Compacted, Entry, Removed, WatchBatch
+from services.ports.store import Compacted, Entry, KeyChanged, KeyRemoved, WatchBatch
 
 WATCH_ID = 7
 
@@ -34,7 +34,7 @@ def put(revision: int) -> Any:
 async def test_events_are_safe_up_to_the_last_of_them() -> None:
     removed = rpc.Event(type=1, kv=rpc.KeyValue(key=b"k", mod_revision=12))
     batch = await batches(ordered=True).add(message(99, put(11), removed))
-    assert batch == WatchBatch(12, (Changed(Entry("k", b"v", 11, 11)), Removed("k", 12)))
+    assert batch == WatchBatch(12, (KeyChanged(Entry("k", b"v", 11, 11)), KeyRemoved("k", 12)))
 
 
 async def test_fragments_are_one_batch() -> None:

@@ -16,7 +16,7 @@ from services.core.poison.suspicion import (
     Condemned,
     LossCause,
     LostTooOften,
-    Retry,
+    Rerun,
     StepRole,
     Suspicion,
     judge,
@@ -31,7 +31,7 @@ def after(*losses: Loss, others_killed: bool = False) -> Suspicion:
     found = Suspicion()
     for cause, role in losses:
         verdict = judge(found, cause, role, others_killed=others_killed)
-        assert isinstance(verdict, Retry), verdict
+        assert isinstance(verdict, Rerun), verdict
         found = verdict.suspicion
     return found
 
@@ -67,7 +67,7 @@ def test_who_is_killed_alone_as_a_suspect_three_times_is_condemned() -> None:
     assert suspect.trial_tokens == 2
     for _ in range(FATAL_KILLS - 1):
         verdict = judge(suspect, OUTSIDE, StepRole.ALONE, others_killed=False)
-        assert isinstance(verdict, Retry)
+        assert isinstance(verdict, Rerun)
         suspect = verdict.suspicion
     assert isinstance(judge(suspect, OUTSIDE, StepRole.ALONE, others_killed=False), Condemned)
 
@@ -75,7 +75,7 @@ def test_who_is_killed_alone_as_a_suspect_three_times_is_condemned() -> None:
 def test_kills_of_others_make_the_evidence_of_kills_void() -> None:
     suspect = Suspicion(shared_faults=1, lone_kills=FATAL_KILLS - 1)
     verdict = judge(suspect, OUTSIDE, StepRole.ALONE, others_killed=True)
-    assert verdict == Retry(Suspicion(shared_faults=1, lost=1, shared_kills=1))
+    assert verdict == Rerun(Suspicion(shared_faults=1, lost=1, shared_kills=1))
 
 
 def test_losses_of_a_kind_that_condemns_nobody_are_bounded() -> None:
@@ -121,7 +121,7 @@ def test_every_history_ends(losses: list[tuple[LossCause, StepRole, bool]]) -> N
     found = Suspicion()
     for cause, role, others_killed in losses:
         verdict = judge(found, cause, role, others_killed=others_killed)
-        if not isinstance(verdict, Retry):
+        if not isinstance(verdict, Rerun):
             return
         found = verdict.suspicion
     pytest.fail("it would be run for ever")

@@ -13,7 +13,7 @@ import pytest
 
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import StoreUnavailable
-from services.ports.store import Changed, Committed, Delete, Entry, Put, Removed, Store
+from services.ports.store import Committed, Delete, Entry, KeyChanged, KeyRemoved, Put, Store
 from services.runtime.fleet_state.informer import Informer, Versioned
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
@@ -69,10 +69,10 @@ async def history(store: MemoryStore) -> Seen:
     async with aclosing(store.watch(PREFIX, 0)) as batches:
         async for batch in batches:
             for event in batch.events:
-                if isinstance(event, Changed):
+                if isinstance(event, KeyChanged):
                     changes.append((event.entry.key, event.entry.mod_revision))
                 else:
-                    assert isinstance(event, Removed)
+                    assert isinstance(event, KeyRemoved)
                     changes.append((event.key, None))
             if batch.revision >= latest:
                 return changes

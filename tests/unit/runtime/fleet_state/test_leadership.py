@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.core.errors import StoreUnavailable
-from services.ports.store import Committed, CreateRevisionIs, Delete, LeaseLost, Put, Removed
+from services.ports.store import Committed, CreateRevisionIs, Delete, KeyRemoved, LeaseLost, Put
 from services.runtime.fleet_state.leadership import Election, LeaseHolder, Registration
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
@@ -69,7 +69,7 @@ def test_loss_is_known_before_the_store_gives_the_lease_away(virtual: Virtual, t
         cut_s = world.clock.monotonic_s()
         async with aclosing(world.store.watch("/k", 0)) as batches:
             async for batch in batches:
-                if any(isinstance(event, Removed) for event in batch.events):
+                if any(isinstance(event, KeyRemoved) for event in batch.events):
                     break
         assert lease.lease_id is None
         await asyncio.sleep(0.001)  # the holder's timer is due at the same moment

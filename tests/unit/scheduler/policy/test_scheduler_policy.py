@@ -48,7 +48,7 @@ def test_what_can_ever_fit_follows_pool_and_model_length() -> None:
     ("worker", "reason", "waits", "never"),
     [
         (replace(WORKER, ready=False), "ready", False, False),
-        (replace(WORKER, heard=False), "heard", False, False),
+        (replace(WORKER, reporting=False), "heard", False, False),
         (replace(WORKER, draining=True), "not_draining", False, False),
         (replace(WORKER, ejected=True), "not_ejected", False, False),
         (replace(WORKER, worker_id="bad"), "not_excluded", False, False),

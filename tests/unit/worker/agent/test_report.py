@@ -193,7 +193,7 @@ def test_live_sequences_prefixes_and_counters_are_whole_on_a_new_stream_only(
     bench: Bench, reader: Reader
 ) -> None:
     counter = TenantCounter("x", DIGEST, Priority.STANDARD, 7.0)
-    bench.host.counters.hear([counter])
+    bench.host.counters.store([counter])
     reader.stream.start(1, bench.spec())
     step(bench, {1: A}, prefix_added=[5, 6])
     first, second = report(bench, whole=True), report(bench)
@@ -219,9 +219,9 @@ def test_an_engine_that_came_back_takes_the_prefixes_of_the_one_before_back(
 def test_counters_are_bounded_and_the_newest_word_stays() -> None:
     book = FairnessCounters(most=2)
     words = [TenantCounter(name, "d", Priority.STANDARD, 1.0) for name in ("a", "b", "c")]
-    book.hear(words[:2])
+    book.store(words[:2])
     newer = msgspec.structs.replace(words[0], virtual_tokens=5.0)
-    book.hear([newer, words[2]])
+    book.store([newer, words[2]])
     assert book.all() == (newer, words[2])
 
 

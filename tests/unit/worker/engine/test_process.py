@@ -19,8 +19,8 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.connection import Connection
-from services.worker.engine.process import ExitCode, step_until_stopped
+from services.worker.engine.connection import AgentConnection
+from services.worker.engine.process import EngineExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     Cancel,
@@ -56,7 +56,7 @@ def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
     assert all(len(made) == 5 for made in tokens.values())
     assert set(finished.values()) == {"length"}
     agent.send(Shutdown())
-    assert agent.exit_code() == ExitCode.DONE
+    assert agent.exit_code() == EngineExitCode.DONE
 
 
 def test_a_null_engine_keeps_its_pace(start: Any, submit: Any) -> None:
@@ -137,7 +137,7 @@ def test_it_ends_with_its_agent(start: Any, submit: Any, busy: bool) -> None:
             agent.send(submit(handle, [1], 19_000))
         time.sleep(0.5)
     agent.hang_up()
-    assert agent.exit_code() == ExitCode.ORPHANED
+    assert agent.exit_code() == EngineExitCode.ORPHANED
 
 
 def test_it_ends_with_its_agent_while_it_loads(start: Any, save_model: Any) -> None:
@@ -146,7 +146,7 @@ def test_it_ends_with_its_agent_while_it_loads(start: Any, save_model: Any) -> N
     assert isinstance(agent.receive(), Progress)
     started_s = time.monotonic()
     agent.hang_up()
-    assert agent.exit_code() in (ExitCode.ORPHANED, -signal.SIGKILL)
+    assert agent.exit_code() in (EngineExitCode.ORPHANED, -signal.SIGKILL)
     assert time.monotonic() - started_s < 10.0
 
 
@@ -203,7 +203,7 @@ def test_a_malformed_command_ends_it(start: Any, raw: bytes) -> None:
     agent = start()
     agent.ready()
     agent.channel.sendall(raw)
-    assert agent.exit_code() == ExitCode.BAD_INPUT
+    assert agent.exit_code() == EngineExitCode.BAD_INPUT
     assert "command.refused" in agent.log.read_text()
 
 
@@ -212,7 +212,7 @@ def test_a_handle_that_is_live_ends_it(start: Any, submit: Any) -> None:
     agent.ready()
     agent.send(submit(0, [1], 50))
     agent.send(submit(0, [1], 50))
-    assert agent.exit_code() == ExitCode.BAD_INPUT
+    assert agent.exit_code() == EngineExitCode.BAD_INPUT
 
 
 def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
@@ -226,9 +226,9 @@ def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
     ours, theirs = socket.socketpair()
     ended = threading.Event()
     with ours, theirs:
-        connection = Connection(ours, on_end=lambda was_told: ended.set(), on_malformed=lambda error: None)
+        connection = AgentConnection(ours, on_end=lambda _: ended.set(), on_malformed=lambda error: None)
         theirs.sendall(encode(submit(0, [1])))
-        assert step_until_stopped(bench.engine, connection) == ExitCode.STEP_FAILED
+        assert step_until_stopped(bench.engine, connection) == EngineExitCode.STEP_FAILED
         theirs.close()
         assert ended.wait(PATIENCE_S)
 
@@ -237,7 +237,7 @@ def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
 def test_a_configuration_that_cannot_be_read_ends_it(config: str) -> None:
     command = [sys.executable, "-m", "services.worker.engine.process", "--config", config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == ExitCode.BAD_INPUT
+    assert done.returncode == EngineExitCode.BAD_INPUT
     assert b"config.refused" in done.stderr
 
 
@@ -248,7 +248,7 @@ def test_a_model_that_is_not_served_fails_to_load(start: Any, tmp_path: Path) ->
     assert isinstance(event, LoadFailed)
     assert event.reason == "unsupported_model"
     assert "GPT2LMHeadModel" in event.message
-    assert agent.exit_code() == ExitCode.LOAD_FAILED
+    assert agent.exit_code() == EngineExitCode.LOAD_FAILED
 
 
 def test_a_torch_engine_streams(
@@ -283,7 +283,7 @@ def test_a_torch_engine_streams(
     assert tokens == expected
     again = check_prefix_is_found(agent, submit)
     agent.send(Shutdown())
-    assert agent.exit_code() == ExitCode.DONE
+    assert agent.exit_code() == EngineExitCode.DONE
     events = [json.loads(line)["event"] for line in agent.log.read_text().splitlines()]
     taken = ["sequence.taken"] * (len(submits) + again)
     assert events == ["operators.loaded", "model.loaded", *taken, "engine.stopped"]

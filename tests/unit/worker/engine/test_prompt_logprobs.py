@@ -16,7 +16,7 @@ from msgspec import structs
 
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import prefix_chain
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.prompt_scores import SLICE_ROWS, launch_scores, scored_rows
 from services.worker.engine.sample.reductions import TorchReductions
 from services.worker.engine.sequence import sequence_of
@@ -211,7 +211,7 @@ def test_no_more_than_a_slice_of_logits_is_there_at_once() -> None:
     prompt = [RNG.randrange(50) for _ in range(5 * SLICE_ROWS + 1)]
     command = Submit(0, Prompt(prompt), Sampling(0, prompt_logprobs=0), OutputLimits(0), 1)
     sequence = sequence_of(command, arrival=0, eos_ids=frozenset())
-    batch = Batch([], [Chunk(sequence, 0, len(prompt))])
+    batch = Batch([], [PrefillChunk(sequence, 0, len(prompt))])
     spans: Any = SimpleNamespace(first_rows=[0])
     scored = scored_rows(batch, spans)
     assert scored is not None

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import OutputLimits, Sampling
-from services.worker.engine.execute.executor import Batch, Chunk, Inline
+from services.worker.engine.execute.executor import Batch, Inline, PrefillChunk
 from services.worker.engine.load.loading import load
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.step_meter import REPORT_S, StepMeter
@@ -102,7 +102,7 @@ def played(drawn: list[tuple[set[int], int | None, int]], step_s: float) -> Acco
     for present, prefilled, proposed in drawn:
         for _ in range(2):  # so that runs of equal steps occur
             decodes = [sequences[handle] for handle in sorted(present)]
-            chunks = [] if prefilled is None else [Chunk(sequences[prefilled], 4, 4 + 2 * prefilled)]
+            chunks = [] if prefilled is None else [PrefillChunk(sequences[prefilled], 4, 4 + 2 * prefilled)]
             proposals = {0: [0] * proposed} if decodes and proposed > 2 else {}
             if decodes or chunks:
                 account.step(Batch(decodes, chunks, proposals), step_s)

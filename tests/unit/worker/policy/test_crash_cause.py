@@ -7,28 +7,36 @@ import signal
 import pytest
 
 from services.core.poison.suspicion import LossCause, StepRole
-from services.worker.engine.process import ExitCode
+from services.worker.engine.process import EngineExitCode
 from services.worker.policy.crash_cause import STEP_FAILED, cause_of, role_of
 
 FAULT, OUTSIDE = LossCause.FAULT, LossCause.OUTSIDE
 
 
 @pytest.mark.parametrize(
-    "code", [ExitCode.STEP_FAILED, *(-s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))]
+    "code", [EngineExitCode.STEP_FAILED, *(-s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))]
 )
 def test_an_exception_and_signals_that_a_process_raises_itself_are_its_fault(code: int) -> None:
     assert cause_of(code) is FAULT
 
 
 @pytest.mark.parametrize(
-    "code", [ExitCode.DONE, ExitCode.ORPHANED, ExitCode.BAD_INPUT, 1, -signal.SIGKILL, -signal.SIGTERM]
+    "code",
+    [
+        EngineExitCode.DONE,
+        EngineExitCode.ORPHANED,
+        EngineExitCode.BAD_INPUT,
+        1,
+        -signal.SIGKILL,
+        -signal.SIGTERM,
+    ],
 )
 def test_a_kill_and_other_exits_are_nobodys(code: int) -> None:
     assert cause_of(code) is OUTSIDE
 
 
 def test_the_exit_code_is_the_engines() -> None:
-    assert int(ExitCode.STEP_FAILED) == STEP_FAILED
+    assert int(EngineExitCode.STEP_FAILED) == STEP_FAILED
 
 
 def test_roles_in_a_step() -> None:

@@ -15,7 +15,7 @@ from services.gateway.faces.openai.types import (
     ToolSelection,
 )
 
-MAX_TOOLS = 128  # as in the proto
+MAX_TOOLS = 128  # the bound in the proto
 _MODES = {
     "none": inference_pb2.TOOL_MODE_NONE,
     "auto": inference_pb2.TOOL_MODE_AUTO,
@@ -78,20 +78,20 @@ def offer(chat: inference_pb2.Chat, tools: Sequence[OfferedTool]) -> None:
         )
 
 
-def _set_selection(choice: inference_pb2.ToolChoice, asked: ToolSelection) -> None:
-    if asked.type == "function" and asked.function is not None:
+def _set_selection(choice: inference_pb2.ToolChoice, selection: ToolSelection) -> None:
+    if selection.type == "function" and selection.function is not None:
         choice.mode = inference_pb2.TOOL_MODE_REQUIRED
-        choice.names.append(asked.function.name)
+        choice.names.append(selection.function.name)
         choice.single = True  # who names a function expects one call of it
-    elif asked.type == "allowed_tools" and asked.allowed_tools is not None:
-        choice.mode = _MODES[asked.allowed_tools.mode]
+    elif selection.type == "allowed_tools" and selection.allowed_tools is not None:
+        choice.mode = _MODES[selection.allowed_tools.mode]
         choice.names.extend(
             _chosen(tool, f"tool_choice.allowed_tools.tools[{index}]")
-            for index, tool in enumerate(asked.allowed_tools.tools[: MAX_TOOLS + 1])
+            for index, tool in enumerate(selection.allowed_tools.tools[: MAX_TOOLS + 1])
         )
     else:
         raise UnsupportedFeature(
-            f"tool_choice of the type {asked.type[:64]!r} is not offered by this server: none, auto, "
+            f"tool_choice of the type {selection.type[:64]!r} is not offered by this server: none, auto, "
             "required, a function by its name, and allowed_tools are",
             field="tool_choice",
         )

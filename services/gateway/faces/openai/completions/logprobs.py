@@ -44,7 +44,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str
 
 
-# By token id, in decimal; null for the first token.
+# log-probabilities by token id, in decimal; null for the first token
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -60,7 +60,7 @@ class PromptPart:
         return "".join(entry.text for entry in entries[: self.within(first)]) if self.echoed else ""
 
     def shown(self, entries: Sequence[Item], first: int = 0) -> Sequence[Item]:
-        """Return the entries, or ids, to show beside the text, of those from place ``first`` on."""
+        """Return the entries, or ids, to show with the text, of those from place ``first`` on."""
         return entries if self.echoed else entries[self.within(first) :]
 
     def within(self, first: int) -> int:
@@ -108,8 +108,8 @@ def sliced_completion_logprobs(
 def completion_logprobs(
     ids: Sequence[int], entries: Sequence[TokenLogprobs], offset_chars: int, *, begins: bool
 ) -> CompletionLogprobs:
-    """``offset_chars``: where the first token's text begins in the choice's. ``begins``: that token begins a
-    prompt."""
+    """``offset_chars`` is where the first token's text begins in the choice's. ``begins``: that token begins
+    a prompt."""
     offsets = []
     for entry in entries:
         offsets.append(offset_chars)
@@ -145,8 +145,8 @@ def _ranked(token: int, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
 def _named(own: int, entry: TokenLogprobs) -> tuple[str, dict[str, float]]:
     """Return the name of a token, and the alternatives by theirs, the token included.
 
-    A name is the text, or ``bytes:`` and what is no character, as OpenAI writes it. Of equal names the less
-    likely token has vLLM's, ``token_id:`` and its id.
+    A name is the text, or ``bytes:`` and what is no character, as OpenAI writes it. If names are equal, the
+    less likely token has vLLM's, ``token_id:`` and its id.
     """
     found: dict[str, float] = {}
     names: dict[int, str] = {}

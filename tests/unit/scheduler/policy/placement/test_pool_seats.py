@@ -27,7 +27,7 @@ PROFILE = PlacementProfile(sample=2, holders=2)
 def level(candidate: Candidate) -> SeatLevel:
     reasons = (
         (candidate.ready, "ready"),
-        (candidate.heard, "heard"),
+        (candidate.reporting, "heard"),
         (not candidate.draining, "not_draining"),
         (not candidate.ejected, "not_ejected"),
     )
@@ -78,7 +78,7 @@ candidates = st.builds(
     queued_prefill_tokens=st.sampled_from([0, 0, 100, 1500, 300_000]),
     ready=st.sampled_from([True] * 15 + [False]),
     draining=st.sampled_from([False] * 15 + [True]),
-    heard=st.sampled_from([True] * 15 + [False]),
+    reporting=st.sampled_from([True] * 15 + [False]),
     ejected=st.sampled_from([False] * 15 + [True]),
     long_prefills=st.integers(0, 2),
 )

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.execute.executor import Batch, Chunk
+from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.step_rows import Seats, StepRows
 from services.worker.engine.sample.sampling_rows import rows_of
 from services.worker.engine.sequence import SequenceState, sequence_of
@@ -106,11 +106,11 @@ class World:
             if rng.random() < 0.1:
                 self.drop(sequence)
         started = [self.start() for _ in range(rng.choice([0, 0, 0, 1, 2]))]
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         for sequence in started:
             self.grow(sequence, len(sequence.tokens))
             start = rng.randrange(len(sequence.tokens))
-            chunks.append(Chunk(sequence, start, rng.randint(start + 1, len(sequence.tokens))))
+            chunks.append(PrefillChunk(sequence, start, rng.randint(start + 1, len(sequence.tokens))))
         proposals = {}
         for index, sequence in enumerate(self.decoding):
             if rng.random() < 0.3:
@@ -147,7 +147,7 @@ def test_a_context_longer_than_the_tables_widens_them() -> None:
     other = world.start()
     other.tokens += [1] * 1500
     world.grow(other, 2000)
-    assert_same(seats.rows(batch := Batch([sequence], [Chunk(other, 9, 40)])), batch)
+    assert_same(seats.rows(batch := Batch([sequence], [PrefillChunk(other, 9, 40)])), batch)
     assert_same(seats.rows(batch := Batch([other, sequence], [])), batch)
 
 
