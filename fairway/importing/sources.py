@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
+from fairway.formats.generation import GENERATION_CONFIG
 from fairway.formats.version_files import name_problem
 
 MAX_FILES: Final = 10_000
@@ -58,10 +59,23 @@ class Imported:
     facts: tuple[str, ...]
 
 
-def import_source(source: str, cache: Path, report: Report, *, chat_template: str = "") -> Imported:
-    """Return a source's checkpoint; ``chat_template`` replaces its own. Raises ImportRefused, OSError."""
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What an imported checkpoint has in place of its source's own."""
+
+    chat_template: str = ""  # "": the source's own
+    sampling: tuple[
+        tuple[str, float], ...
+    ] = ()  # defaults of sampling, by their name in generation_config.json
+
+
+UNCHANGED: Final = Changes()
+
+
+def import_source(source: str, cache: Path, report: Report, changes: Changes = UNCHANGED) -> Imported:
+    """Return a source's checkpoint. Raises ImportRefused, OSError."""
     origin = origin_of(source, report)
-    place = place_of(origin, cache, chat_template)
+    place = place_of(origin, cache, changes)
     folder, facts = place / "checkpoint", place / "facts.json"
     if not folder.is_dir():
         downloaded, partial = place / "source", place / f"checkpoint.{os.getpid()}"
@@ -70,8 +84,7 @@ def import_source(source: str, cache: Path, report: Report, *, chat_template: st
         try:
             read = origin.fetch(downloaded)
             _build(origin.name, downloaded, partial, report)
-            if chat_template:
-                (partial / "chat_template.jinja").write_text(chat_template, "utf-8")
+            _change(partial, changes)
             facts.write_text(json.dumps(read), "utf-8")
             if not folder.is_dir():  # another process made it meanwhile
                 partial.rename(folder)
@@ -87,9 +100,18 @@ def import_source(source: str, cache: Path, report: Report, *, chat_template: st
     return Imported(folder, origin.name, tuple(json.loads(facts.read_text("utf-8"))))
 
 
-def place_of(origin: Origin, cache: Path, chat_template: str) -> Path:
-    """Return the folder of one state of a source with a template."""
-    key = hashlib.sha256(f"{origin.identity}\n{chat_template}".encode()).hexdigest()[:16]
+def _change(folder: Path, changes: Changes) -> None:
+    if changes.chat_template:
+        (folder / "chat_template.jinja").write_text(changes.chat_template, "utf-8")
+    if changes.sampling:
+        path = folder / GENERATION_CONFIG
+        own = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        path.write_text(json.dumps(own | dict(changes.sampling)), "utf-8")
+
+
+def place_of(origin: Origin, cache: Path, changes: Changes) -> Path:
+    """Return the folder of one state of a source with the changes."""
+    key = hashlib.sha256(f"{origin.identity}\n{changes}".encode()).hexdigest()[:16]
     return cache / f"{origin.name}-{key}"
 
 

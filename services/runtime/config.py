@@ -56,7 +56,7 @@ class Settings(BaseModel):
     cors_origins: tuple[Origin, ...] = ()
     # Further names of deployments, name=deployment: each has a capital, `_` or one slash, as none of them.
     model_aliases: dict[str, str] = Field(default_factory=dict, max_length=256)
-    # time after which a stream begins without output; an earlier failure is a status that clients retry
+    # Time after which a stream begins without output; an earlier failure is a status that clients retry.
     status_wait_s: float = Field(default=45.0, gt=0, le=3600)
     # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"

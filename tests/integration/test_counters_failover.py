@@ -146,7 +146,7 @@ async def first_under_the_next_leader(supervisor: Supervisor, hear: Callable[[Be
 
 @pytest.mark.timeout(120)
 async def test_who_was_served_least_goes_first_under_the_next_leader(supervisor: Supervisor) -> None:
-    first = await first_under_the_next_leader(supervisor, lambda bench: bench.host.counters.hear)
+    first = await first_under_the_next_leader(supervisor, lambda bench: bench.host.counters.store)
     assert first == "behind"
 
 

@@ -25,6 +25,7 @@ from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.watch import polled
 from fairway.client.publish.publish import Published, PublishProgress
+from fairway.importing.sources import Changes
 from fairway.v1 import registry_pb2 as rg
 
 app = typer.Typer(help="Models: immutable versions in the registry, and tags.", no_args_is_help=True)
@@ -168,7 +169,7 @@ async def import_(
         def show(ratio: float | None, phase: str, figures: str) -> None:
             bars.update(source, ratio, phase, figures)
 
-        found = await fetched(source, place, show, chat_template=template)
+        found = await fetched(source, place, show, Changes(template))
     for fact in found.facts:
         plain(err(), fact)
     await _publish(connection, found.folder, name or found.name, tag, output)

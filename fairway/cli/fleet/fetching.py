@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.options import SMOLLM2, SMOLLM2_SOURCE, DefaultModel, UpOptions, smollm2_template
+from fairway.cli.fleet.options import SMOLLM2, SMOLLM2_SOURCE, DefaultModel, UpOptions, smollm2_changes
 from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.state import StateDir
 from fairway.cli.terminal.cells import show_bytes
-from fairway.importing.sources import Imported, ImportRefused, Phase, import_source
+from fairway.importing.sources import Changes, Imported, ImportRefused, Phase, import_source
 
 Show = Callable[[float | None, str, str], None]  # ratio, phase, figures
 
@@ -57,11 +57,11 @@ class _Reporter:
         self.show(done / total if total else None, phase, figures)
 
 
-async def fetched(source: str, cache: Path, show: Show, *, chat_template: str = "") -> Imported:
+async def fetched(source: str, cache: Path, show: Show, changes: Changes) -> Imported:
     """Return the checkpoint of a source; ``show`` is called in another thread. Raises CliError."""
     reporter = _Reporter(show)
     try:
-        return await asyncio.to_thread(import_source, source, cache, reporter, chat_template=chat_template)
+        return await asyncio.to_thread(import_source, source, cache, reporter, changes)
     except asyncio.CancelledError:
         reporter.stopped.set()
         raise
@@ -86,9 +86,8 @@ async def with_model(options: UpOptions, state: StateDir, progress: StartProgres
     def show(ratio: float | None, phase: str, figures: str) -> None:
         loop.call_soon_threadsafe(progress.event, SMOLLM2, "starting", f"{phase} {figures}".rstrip())
 
-    template = smollm2_template().read_text("utf-8")
     try:
-        found = await fetched(SMOLLM2_SOURCE, state.imports, show, chat_template=template)
+        found = await fetched(SMOLLM2_SOURCE, state.imports, show, smollm2_changes())
     except CliError as error:
         problem = " ".join(f"{error.message}; {error.next_step}".split())
         progress.event(SMOLLM2, "failed", f"the tiny model is served instead: {problem}")

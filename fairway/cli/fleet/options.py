@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import fairway
+from fairway.importing.sources import Changes
 
 BUNDLED_MODEL: Final = "fairway-tiny"
 LOOPBACK: Final = "127.0.0.1"
@@ -99,6 +100,14 @@ def search_path(environ: Mapping[str, str]) -> str:
 
 def smollm2_template() -> Path:
     return source_root() / "models" / SMOLLM2 / "chat_template.jinja"
+
+
+def smollm2_changes() -> Changes:
+    """Return its template with tools, and the sampling that its authors recommend.
+
+    At temperature 1 a model of its size answers with nonsense.
+    """
+    return Changes(smollm2_template().read_text("utf-8"), (("temperature", 0.2), ("top_p", 0.9)))
 
 
 def bundled_checkpoint() -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fairway
-from fairway.cli.fleet.options import SMOLLM2_SOURCE
+from fairway.cli.fleet.options import SMOLLM2_SOURCE, smollm2_changes
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.state import Endpoints, StateDir
 from fairway.importing.sources import origin_of, place_of
@@ -171,10 +171,9 @@ def test_model_is_published_deployed_and_named(installation: Installation) -> No
 
 def test_smollm2_is_served_once_it_is_fetched_and_again_without_a_network(installation: Installation) -> None:
     (installation.folder / "models").symlink_to(PACKAGE.parent / "models")
-    template = (PACKAGE.parent / "models" / "smollm2" / "chat_template.jinja").read_text()
     installation.state.create()
     origin = origin_of(SMOLLM2_SOURCE, lambda phase, done, total: None)
-    place = place_of(origin, installation.state.imports, template)
+    place = place_of(origin, installation.state.imports, smollm2_changes())
     shutil.copytree(installation.model, place / "checkpoint")
     (place / "facts.json").write_text('["licence: Apache-2.0"]')
     done = installation.run("up", "--detach", env=OFFLINE)

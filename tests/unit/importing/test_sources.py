@@ -15,7 +15,7 @@ import pytest
 
 from fairway.cli.fleet.fetching import Rate
 from fairway.importing.packages import unpack
-from fairway.importing.sources import ImportRefused, Phase, import_source, require_room
+from fairway.importing.sources import Changes, ImportRefused, Phase, import_source, require_room
 from tests.unit.importing.test_hostile_gguf import Content
 
 SAFETENSORS = struct.pack("<Q", 2) + b"{}"
@@ -65,8 +65,13 @@ def test_a_gguf_file_is_converted_once_for_each_of_its_states(tmp_path: Path) ->
     assert (found.folder / "config.json").stat().st_ino == stamp
     Content().put("general.name", "x").write(path)
     assert import_source(str(path), cache, quiet).folder != found.folder
-    other = import_source(str(path), cache, quiet, chat_template="{{ mine }}")
+    changes = Changes("{{ mine }}", (("temperature", 0.2),))
+    other = import_source(str(path), cache, quiet, changes)
     assert (other.folder / "chat_template.jinja").read_text() == "{{ mine }}"
+    kept, changed = (
+        json.loads((each / "generation_config.json").read_text()) for each in (found.folder, other.folder)
+    )
+    assert changed == kept | {"temperature": 0.2}
     assert path.exists()
 
 
