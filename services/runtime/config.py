@@ -76,7 +76,7 @@ class Settings(BaseModel):
     admin_key_file: Path | None = None
     # Address of the registry.
     registry: Address = "127.0.0.1:9091"
-    # store of chunks: `folder` (in the state folder) or s3://BUCKET/PREFIX
+    # Store of chunks: `folder` (in the state folder) or s3://BUCKET/PREFIX.
     blob_store: str = Field(
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
