@@ -69,7 +69,8 @@ def test_values_and_tokens_are_those_that_transformers_loads(gguf: Path, checkpo
     own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     for text in TEXTS:
         assert own.encode(text).ids == theirs(text)["input_ids"]
-    # The file's `tokenizer.ggml.pre` splits digits off first, so both tabs stay together; transformers drops it.
+    # The file's `tokenizer.ggml.pre` splits digits off first, so both tabs stay together; transformers
+    # drops that rule.
     assert own.encode("\t\t3").tokens == ["ĉĉ", "3"]
     template = smollm2_template().read_text("utf-8")
     turns = [{"role": "user", "content": "Hi"}]
