@@ -99,8 +99,8 @@ stubs: setup-dev ## Generate the stubs from the protos
 reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
 	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
 
-house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a request; prints RESULT {json}
-	PYTHONPATH=. $(BIN)/python scripts/house.py
+house: setup-dev ## Measure the tree: lines, modules, copies, names, words; prints RESULT {json}. ARGS=--traced also counts the files of a request
+	PYTHONPATH=. $(BIN)/python scripts/house.py $(ARGS)
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
 SDKS := openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)-anthropic-$(ANTHROPIC)
