@@ -40,7 +40,7 @@ CAPS = {
     "request_runs": 3,  # 1
     "limiters": 6,  # 2
     "fair_orders": 7,  # 4
-    "lonely_protocols": 13,  # 0
+    "lonely_protocols": 6,  # 0
     "fragments_percent": 21.0,  # 8
 }
 
