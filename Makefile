@@ -18,7 +18,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-escrow sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -99,8 +99,8 @@ stubs: setup-dev ## Generate the stubs from the protos
 reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
 	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
 
-house: setup-dev ## Measure the tree: lines, modules, words, names, shapes of a request; prints RESULT {json}
-	PYTHONPATH=. $(BIN)/python scripts/house.py
+house: setup-dev ## Measure the tree: lines, modules, copies, names, words; prints RESULT {json}. ARGS=--traced also counts the files of a request
+	PYTHONPATH=. $(BIN)/python scripts/house.py $(ARGS)
 
 # The SDK lives in an environment of its own: what it needs never meets what we pin.
 SDKS := openai-$(OPENAI)-tritonclient-$(TRITONCLIENT)-anthropic-$(ANTHROPIC)
@@ -217,9 +217,6 @@ sim-tests: setup-dev ## Run all tests of the simulator, and the sweeps and plant
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
-
-sim-escrow: setup-dev ## Simulate a budget in escrow of three regions, one of them cut off (seconds)
-	$(BIN)/python -m simulator escrow $(ARGS)
 
 sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)
 	$(BIN)/python -m simulator batching $(ARGS)

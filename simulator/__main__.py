@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, rollouts, scale, simulate, compare, escrow, batching, calibrate."""
+"""``python -m simulator``: sim, rollouts, scale, simulate, compare, batching, calibrate."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Final
 
 # Each command is a module with ``main(arguments) -> exit status``; it is imported only when it runs.
 COMMANDS: Final = {
-    "sim": ("simulator.fleet.seeds", "run seeds of mixed faults and check every invariant"),
+    "sim": ("simulator.invariants.seeds", "run seeds of mixed faults and check every invariant"),
     "rollouts": ("simulator.rollouts.seeds", "roll out versions on fleets under mixed faults"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
-    "escrow": ("simulator.escrow.regions", "spend one budget in three regions, one of them cut off"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }

@@ -50,8 +50,8 @@ def main() -> None:
     os.umask(PRIVATE_UMASK)
     try:
         settings = config.load()
-        stream = logging.open_log(settings.log_format, role=role)
-        logging.configure(settings.log_level, settings.log_format, role=role)
+        stream = logging.open_log(role=role)
+        logging.configure(settings.log_level, role=role)
         sys.exit(uvloop.run(_run(role, settings, stream, _builder(role)), loop_factory=TenantLoop))
     except config.ConfigError as error:
         sys.stderr.write(f"{role}: {error}\n")

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from services.controlplane.reconciler import Leadership
 from services.core.errors import NoLeader, StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.store import LeaseLost
+from services.runtime.fleet_state.leadership import Leadership
 
 log = structlog.get_logger()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
+from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord, fleet_of
 from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
 from services.controlplane.policy.events import FleetEvent
@@ -20,7 +21,6 @@ from services.core.records import ASSIGNMENTS, EventKind, dump
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
-    Condition,
     CreateRevisionIs,
     Delete,
     LeaseLost,
@@ -29,6 +29,7 @@ from services.ports.store import (
     Store,
 )
 from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Leadership
 
 log = structlog.get_logger()
 
@@ -38,15 +39,6 @@ _BY_ANOTHER: Final = ""  # recorded by an earlier leader; its reasons are not st
 PERIOD_S: Final = 5.0
 _SETTLE_S: Final = 0.05
 _RETRY_S: Final = 0.5
-
-
-class Leadership(Protocol):
-    """The leader election: ``runtime.leadership.Election``."""
-
-    @property
-    def epoch(self) -> int | None: ...
-
-    async def wait_leading(self) -> int: ...
 
 
 Probes = Callable[[], Mapping[str, tuple[RequestShape, ...]]]
@@ -74,7 +66,7 @@ class Reconciler:
         clock: Clock,
         telemetry: ReconcilerTelemetry | None = None,
         *,
-        events: EventWriter,
+        events: EventRecorder,
         probes: Probes = _unrecorded,
     ) -> None:
         """``probes`` returns the shapes of each model's traffic that new versions are probed with."""
@@ -158,14 +150,6 @@ class Reconciler:
         return False
 
 
-class EventWriter(Protocol):
-    """``event_log.EventRecorder``."""
-
-    async def record(self, events: Sequence[FleetEvent], revision: int, *, fence: Condition) -> None: ...
-
-    async def latest(self, reasons: Collection[str]) -> dict[str, str]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     """The events recorded in a term: the reasons of each deployment that is short of workers."""
@@ -180,7 +164,7 @@ class PlacementEvents:
     A new leader continues from the stored events.
     """
 
-    def __init__(self, events: EventWriter) -> None:
+    def __init__(self, events: EventRecorder) -> None:
         self._events = events
         self._recorded = _Recorded(0, {})
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
-from fairway.v1 import scheduler_pb2
+from services.adapters.grpc.queues import GrpcQueues
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     budget_message,
@@ -63,19 +63,6 @@ _WATCHED: Final = {
 }
 
 
-class LeadingScheduler(Protocol):
-    """Queries of the leading scheduler, whose messages are forwarded to operators as they are.
-
-    Each raises NoLeader within a bounded time when no scheduler leads.
-    """
-
-    async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse: ...
-
-    async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse: ...
-
-    async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse: ...
-
-
 class UsagePages(Protocol):
     """``usage.listing.UsageListing``."""
 
@@ -87,7 +74,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
         self,
         service: ControlPlaneService,
         store: Store,
-        scheduler: LeadingScheduler,
+        scheduler: GrpcQueues,
         usage: UsagePages,
         slis: SliPages,
         *,

@@ -16,11 +16,11 @@ from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.spend_alerts import spend_alerts
-from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.budgets import Budgets, BudgetView
 from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, ModRevisionIs, Put, Store
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()

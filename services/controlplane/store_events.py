@@ -11,11 +11,11 @@ from fairway.task_group import TaskGroup
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.events import FleetEvent
-from services.controlplane.reconciler import Leadership
 from services.core.errors import StoreUnavailable
 from services.core.records import EventKind
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs
+from services.runtime.fleet_state.leadership import Leadership
 
 PERIOD_S: Final = 2.0
 _KEPT: Final = 64

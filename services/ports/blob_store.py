@@ -7,7 +7,7 @@ again. Implementations: ``adapters/blobs/folder.py``, ``adapters/blobs/s3.py``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -55,23 +55,3 @@ class BlobStore(Protocol):
 
     async def sweep(self, before_unix_s: float, *, dry_run: bool = False) -> int:
         """Remove the remains of interrupted writes and blobs set aside before a time; return their number."""
-
-
-class PartStore(Protocol):
-    """Parts of tenants' files, sealed: a part is readable only as the one that it was stored as.
-
-    Raises StoreUnavailable, within a bounded time, when the store is unreachable or full. Implementation:
-    ``adapters/blobs/sealed.py``.
-    """
-
-    async def put(self, tenant: str, file_id: str, index: int, data: bytes) -> str:
-        """Store a part durably; return the digest of its blob, which no other part has."""
-
-    async def get(self, tenant: str, file_id: str, index: int, digest: str) -> bytes:
-        """Return a part. Raises NotFound, or IntegrityError if it is damaged or another part."""
-
-    async def discard(self, digests: Sequence[str]) -> None:
-        """Delete blobs of parts that no record names any more."""
-
-    async def delete_unused(self, keep: Collection[str], before_unix_s: float) -> int:
-        """Delete the blobs written before a time, except those of these digests; return their number."""

@@ -107,7 +107,7 @@ class Settings(BaseModel):
     s3_path_style: bool = True
     # AWS credentials file; default: AWS_* variables or the instance's role.
     s3_credentials_file: Path | None = None
-    # PEM certificates to trust besides the system's.
+    # PEM certificates to trust besides the system's, for an object store with an authority of its own.
     s3_ca_file: Path | None = None
     # Name of the worker, unique and stable over restarts.
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
@@ -117,8 +117,6 @@ class Settings(BaseModel):
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     # Lowest level that is logged.
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    # Format of log lines.
-    log_format: Literal["json", "console"] = "json"
     # Most log lines about single requests per second; 0: none.
     request_log_per_s: float = Field(default=200.0, ge=0, le=1_000_000)
     # OTLP collector (gRPC) for traces; empty: no traces.
@@ -192,14 +190,6 @@ class Settings(BaseModel):
     ttft_target_standard_s: float = Field(default=10.0, gt=0, le=3600)
     # Step time over expected step time from which a worker is slow.
     ejection_ratio: float = Field(default=2.0, ge=1.5, le=100)
-    # First ejection of a slow worker; doubles each time.
-    ejection_time_s: float = Field(default=30.0, gt=0, le=300)
-    # Largest share of a model's workers ejected at once.
-    max_ejection_ratio: float = Field(default=0.3, ge=0, lt=1)
-    # Pressure from which outputs are capped, where the tenant allows it.
-    degrade_cap_pressure_ratio: float = Field(default=0.6, gt=0, le=1)
-    # Pressure from which a smaller model answers, where the tenant allows it.
-    degrade_model_pressure_ratio: float = Field(default=0.85, gt=0, le=1)
     # Place requests on workers that cached their prefix.
     prefix_routing: bool = True
     # Output tokens reserved for a new sequence before outputs were observed.
@@ -267,15 +257,6 @@ class Settings(BaseModel):
             raise ValueError(
                 f"FAIRWAY_MAX_SEQUENCES is {self.max_sequences}, above FAIRWAY_TOKEN_BUDGET "
                 f"{self.token_budget}: a step could not decode them all"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _outputs_are_capped_first(self) -> Settings:
-        if self.degrade_cap_pressure_ratio > self.degrade_model_pressure_ratio:
-            raise ValueError(
-                "FAIRWAY_DEGRADE_CAP_PRESSURE_RATIO is above FAIRWAY_DEGRADE_MODEL_PRESSURE_RATIO: outputs "
-                "are capped before smaller models answer"
             )
         return self
 

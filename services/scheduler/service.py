@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -23,6 +23,7 @@ from services.core.paging import page_of
 from services.core.queues import PoolQueue
 from services.ports.clock import Clock
 from services.ports.streams.report_stream import ReportAnswer
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.secrets import check_ticket
 from services.runtime.supervisor import first_of
 from services.scheduler.explain.decision_log import DecisionLog
@@ -48,19 +49,8 @@ _STALLED_S: Final = 2.0
 _MAX_AGE_US: Final = 3600 * 1_000_000  # the maximum age of an arrival
 
 
-class Leading(Protocol):
-    """The part of an election that the service uses. ``runtime.leadership.Election`` implements it."""
-
-    @property
-    def epoch(self) -> int | None: ...
-
-    async def wait_leading(self) -> int: ...
-
-    async def wait_lost(self, epoch: int) -> None: ...
-
-
 class SchedulerService:
-    """Implements ``ports.placement_stream.PlacementStreams`` and ``ports.report_stream.ReportStreams``."""
+    """Opens the streams of gateways and workers. Implements ``ports.report_stream.ReportStreams``."""
 
     def __init__(
         self,
@@ -90,7 +80,7 @@ class SchedulerService:
         stalled_s = 0.0 if self._term is None else self._term.streams.stalled_s()
         return f"no decision for {stalled_s:.1f} s" if stalled_s > _STALLED_S else ""
 
-    async def run(self, election: Leading) -> None:
+    async def run(self, election: Leadership) -> None:
         """Lead whenever the election is won, until cancelled."""
         while True:
             epoch = await election.wait_leading()
@@ -194,7 +184,11 @@ class SchedulerService:
 
 
 class GatewayPlacementStream:
-    """Implements ``ports.placement_stream.PlacementStream``."""
+    """A gateway's stream, independent of gRPC. Owned by one caller in the scheduler's event loop.
+
+    The caller chooses the placement ids. All pending outcomes are merged into one frame per ``take``, so that
+    a slow reader gets fewer and larger frames; the gateway's pending placements bound the size of a frame.
+    """
 
     def __init__(self, service: SchedulerService, term: Term, session: GatewaySession) -> None:
         self._service = service
@@ -206,6 +200,7 @@ class GatewayPlacementStream:
         return self._term.epoch
 
     def submit(self, places: Sequence[tuple[int, PlaceSpec]]) -> None:
+        """Queue placements. Each ends in one outcome of a later frame, unless it is cancelled before."""
         admitted: list[tuple[int, PlaceSpec, int]] = []
         for placement_id, spec in places:
             try:
@@ -218,16 +213,28 @@ class GatewayPlacementStream:
             self._send(SubmitPlacements(self._session, admitted))
 
     def cancel(self, placement_ids: Sequence[int]) -> None:
+        """Withdraw placements: queued ones are dropped, grants are returned, unknown ids are ignored.
+
+        An outcome that crosses the call may still arrive.
+        """
         if placement_ids:
             self._send(CancelPlacements(self._session, tuple(placement_ids)))
 
     def demand(self, demands: Sequence[SlotDemand], returned: Sequence[SlotReturn]) -> None:
+        """Replace the demands of these versions and tenants, and free what these leases no longer allow.
+
+        Later frames have the leases: they follow the demands until these are 0 or the stream ends.
+        """
         self._send(DemandSlots(self._session, tuple(demands), tuple(returned)))
 
     def explained(self, request_id: str, found: RowsExplanation | None) -> None:
+        """Answer a question of an earlier frame: how the gateway ran the request; None: it has no record."""
         self._service.questions.answered(self._session, request_id, found)
 
     def take(self) -> PlacementFrame | None:
+        """Return and clear the pending outcomes; None when there are none. Raises the error that ended the
+        stream: NoLeader when the scheduler no longer leads, Conflict when the gateway opened another stream.
+        """
         if self._session.error is not None:
             raise self._session.error
         session = self._session
@@ -241,6 +248,7 @@ class GatewayPlacementStream:
         return PlacementFrame(self._term.epoch, tuple(outcomes), pressures, members, leases, questions)
 
     def close(self) -> None:
+        """Withdraw queued placements and return the grants that were not taken. Idempotent."""
         self._term.streams.close_session(self._session)
 
     def _send(self, command: SubmitPlacements | CancelPlacements | DemandSlots) -> None:
@@ -249,6 +257,7 @@ class GatewayPlacementStream:
         self._term.streams.send(command)
 
     def refuse(self, placement_id: int, error: FairwayError) -> None:
+        """Refuse a placement that is not submitted; a later frame has the error."""
         self._session.outbox.append(PlacementRefused(placement_id, error))
         self._session.wake()
 
@@ -287,7 +296,7 @@ class WorkerReportStream:
         self._term.streams.close_reporter(self._reporter)
 
 
-def _still(election: Leading, epoch: int) -> Callable[[], bool]:
+def _still(election: Leadership, epoch: int) -> Callable[[], bool]:
     return lambda: election.epoch == epoch
 
 

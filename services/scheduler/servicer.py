@@ -16,7 +16,6 @@ from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
 from services.ports.streams.message_stream import MessageStream, StreamLost
-from services.ports.streams.placement_stream import PlacementStream
 from services.ports.streams.report_stream import ReportAnswer, ReportStream
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
@@ -33,7 +32,7 @@ from services.rpc.convert.scheduler import (
     tenant_slots_to_proto,
 )
 from services.rpc.server_stream import GrpcServerStream, woken_within
-from services.scheduler.service import SchedulerService
+from services.scheduler.service import GatewayPlacementStream, SchedulerService
 
 log = structlog.get_logger()
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -127,7 +126,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def _write_outcomes(
-        self, placements: PlacementStream, woken: asyncio.Event, stream: GatewayMessages
+        self, placements: GatewayPlacementStream, woken: asyncio.Event, stream: GatewayMessages
     ) -> NoReturn:
         """Write leadership, then outcomes and heartbeats.
 
@@ -202,7 +201,7 @@ async def _hello(stream: GatewayMessages) -> scheduler_pb2.GatewayHello:
 class _Places:
     """Reads the messages of a gateway."""
 
-    def __init__(self, placements: PlacementStream) -> None:
+    def __init__(self, placements: GatewayPlacementStream) -> None:
         self._placements = placements
 
     def read(self, message: scheduler_pb2.ConnectRequest) -> None:

@@ -115,7 +115,7 @@ class Term:
         self._heartbeat = LeaderHeartbeat(self.fleet, self.overload, clock, rng, settings.beat_s)
         self.applied = AppliedReports(2 * settings.fleet.max_workers)
         limits = StreamLimits(settings.max_gateways, 2 * settings.fleet.max_workers, settings.max_inbox)
-        self.streams = TermStreams(epoch, limits, clock, self._heartbeat)
+        self.streams = TermStreams(epoch, limits, clock, self._heartbeat.greet)
 
     async def run(self, leads: Callable[[], bool]) -> None:
         """Own the state until cancelled or until ``leads`` returns False; it is called before every pass."""

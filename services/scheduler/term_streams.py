@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -151,12 +151,6 @@ Command = (
 )
 
 
-class Greeting(Protocol):
-    """Sends a new session what it starts with."""
-
-    def greet(self, session: GatewaySession) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
     """Limits on the streams of a term."""
@@ -169,11 +163,14 @@ class StreamLimits:
 class TermStreams:
     """The connected streams, and the inbox of their commands. Only the term's task takes from it."""
 
-    def __init__(self, epoch: int, limits: StreamLimits, clock: Clock, greeting: Greeting) -> None:
+    def __init__(
+        self, epoch: int, limits: StreamLimits, clock: Clock, greet: Callable[[GatewaySession], None]
+    ) -> None:
+        """``greet`` sends a new session what it starts with."""
         self._epoch = epoch
         self._limits = limits
         self._clock = clock
-        self._greeting = greeting
+        self._greet = greet
         self._inbox: deque[Command] = deque()
         self._arrived = asyncio.Event()
         self._numbers = 0
@@ -201,7 +198,7 @@ class TermStreams:
         self._numbers += 1
         session = GatewaySession(self._numbers, wake, gateway_id, zone)
         self.sessions[session.number] = session
-        self._greeting.greet(session)
+        self._greet(session)
         log.info("scheduler.gateway_connected", gateway_id=gateway_id, epoch=self._epoch)
         return session
 

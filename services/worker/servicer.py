@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
@@ -21,7 +21,7 @@ from services.rpc.convert.rows import row_from_proto
 from services.rpc.convert.times import seconds_of
 from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
 from services.rpc.server_stream import GrpcServerStream, woken_within
-from services.worker.agent.agent import WorkerStatus
+from services.worker.agent.agent import WorkerAgent, WorkerStatus
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
@@ -30,16 +30,8 @@ ACCEPTED_S: Final = 0.002
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
 
 
-class WorkerOperations(Protocol):
-    """The agent's interface for operators."""
-
-    def status(self) -> WorkerStatus: ...
-
-    async def drain(self, timeout_s: float) -> int: ...
-
-
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, host: WorkerStreams, worker: WorkerOperations, clock: Clock) -> None:
+    def __init__(self, host: WorkerStreams, worker: WorkerAgent, clock: Clock) -> None:
         self._host = host
         self._worker = worker
         self._clock = clock

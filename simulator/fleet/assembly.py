@@ -42,7 +42,7 @@ from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.rollout_watch import RolloutWatch
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
-from simulator.invariants.invariant import Violations
+from simulator.fleet.violations import Violations
 from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network

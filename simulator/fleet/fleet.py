@@ -17,9 +17,8 @@ from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.grant_watch import EventTrace
+from simulator.fleet.invariant import Instants, Invariant, InvariantSampling, Looks
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
-from simulator.invariants.balance import leftovers
-from simulator.invariants.invariant import Instants, Invariant, InvariantSampling, Looks
 from simulator.kernel.loop import VirtualTimeLoop
 
 __all__ = [
@@ -171,3 +170,27 @@ async def come_to_rest(fleet: SimFleet) -> None:
             fleet.violations.add(REST, f"not after {_PATIENCE_S:g} s: ready={fleet.ready} {leftovers(fleet)}")
             return
         await fleet.wait(_LOOK_S)
+
+
+def leftovers(fleet: SimFleet) -> dict[str, int]:
+    """Return the resources still held, by name; empty in a fleet at rest."""
+    found: dict[str, int] = {
+        "clients": len(fleet.clients.present),
+        "clients of rows": len(fleet.rows.present),
+    }
+    for name, worker in fleet.workers.items():
+        found |= {f"{name} {what}": count for what, count in worker.held().items()}
+    for name, gateway in fleet.gateways.items():
+        found[f"{name} requests"] = gateway.service.running
+        found[f"{name} rows"] = gateway.rows.rows
+        found[f"{name} placements"] = gateway.placement.pending
+        found[f"{name} untaken tokens"] = gateway.service.buffered_tokens
+        found[f"{name} unsettled"] = gateway.limiter.unsettled
+    term = fleet.term
+    if term is not None:
+        found["outstanding grants"] = term.fleet.outstanding
+        found["queued placements"] = len(term.queue)
+        found |= {f"slots {kind}": count for kind, count in term.slots.by_kind().items()}
+    for tenant in fleet.spec.tenants:
+        found[f"slots of {tenant.name}"] = fleet.slots_held(tenant.name)
+    return {name: count for name, count in found.items() if count}

@@ -15,8 +15,8 @@ from services.gateway.splits import MAX_AGE_S
 from simulator.fleet.assembly import STORE, SimFleet
 from simulator.fleet.clients.client import RequestRecord, request_number
 from simulator.fleet.grant_watch import GrantListener
+from simulator.fleet.invariant import Invariant
 from simulator.fleet.rollout_watch import RolloutListener
-from simulator.invariants.invariant import Invariant
 from simulator.invariants.splits import SplitHistory
 
 ONE_ARM: Final = "one-arm"

@@ -9,7 +9,8 @@ from services.adapters.links.muxed_placement import PlacementSettings
 from services.scheduler.term import Term
 from services.worker.streams.sequence_slots import PARKED_PER_SLOT
 from simulator.fleet.assembly import SimFleet
-from simulator.invariants.invariant import Invariant
+from simulator.fleet.fleet import leftovers
+from simulator.fleet.invariant import Invariant
 
 BALANCE: Final = "balance"
 CRASHED: Final = "task-crashed"
@@ -44,30 +45,6 @@ class Balance(Invariant):
             if process.alive and failures and (name, process.life) not in fleet.reported_crashes:
                 fleet.reported_crashes[name, process.life] = None
                 fleet.violations.add(CRASHED, f"{name}: {', '.join(failures)}")
-
-
-def leftovers(fleet: SimFleet) -> dict[str, int]:
-    """Return the resources still held, by name; empty in a fleet at rest."""
-    found: dict[str, int] = {
-        "clients": len(fleet.clients.present),
-        "clients of rows": len(fleet.rows.present),
-    }
-    for name, worker in fleet.workers.items():
-        found |= {f"{name} {what}": count for what, count in worker.held().items()}
-    for name, gateway in fleet.gateways.items():
-        found[f"{name} requests"] = gateway.service.running
-        found[f"{name} rows"] = gateway.rows.rows
-        found[f"{name} placements"] = gateway.placement.pending
-        found[f"{name} untaken tokens"] = gateway.service.buffered_tokens
-        found[f"{name} unsettled"] = gateway.limiter.unsettled
-    term = fleet.term
-    if term is not None:
-        found["outstanding grants"] = term.fleet.outstanding
-        found["queued placements"] = len(term.queue)
-        found |= {f"slots {kind}": count for kind, count in term.slots.by_kind().items()}
-    for tenant in fleet.spec.tenants:
-        found[f"slots of {tenant.name}"] = fleet.slots_held(tenant.name)
-    return {name: count for name, count in found.items() if count}
 
 
 BOUNDS: Final = "bounded-queues"

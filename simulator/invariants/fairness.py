@@ -22,8 +22,8 @@ from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.clients.client import said_tokens
 from simulator.fleet.grant_watch import ComputedTokens, GrantListener
+from simulator.fleet.invariant import Invariant
 from simulator.invariants.fairness_bound import granted_bound, service_bound
-from simulator.invariants.invariant import Invariant
 
 FAIRNESS: Final = "fairness"
 _WEIGHTS: Final = ServiceWeights()

@@ -10,7 +10,7 @@ from services.scheduler.term import Term
 from services.worker.streams.fallback import FallbackRules
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener
-from simulator.invariants.invariant import Invariant
+from simulator.fleet.invariant import Invariant
 
 FENCED: Final = "fenced"
 REPLAYED: Final = "grant-replayed"

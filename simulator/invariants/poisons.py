@@ -10,7 +10,7 @@ from simulator.engine.poison import Poison
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.grant_watch import GrantListener
-from simulator.invariants.invariant import Invariant
+from simulator.fleet.invariant import Invariant
 
 CONDEMNED: Final = "innocent-condemned"
 DEATHS: Final = "poison-deaths"

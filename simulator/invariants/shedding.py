@@ -10,7 +10,7 @@ from services.scheduler.policy.overload.shedding import ShedRank, shed_rank
 from services.scheduler.term import Term
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener
-from simulator.invariants.invariant import Invariant
+from simulator.fleet.invariant import Invariant
 
 INVERSION: Final = "class-inversion"
 

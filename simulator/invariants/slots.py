@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from simulator.fleet.assembly import SimFleet
-from simulator.invariants.invariant import Invariant
+from simulator.fleet.invariant import Invariant
 
 SLOTS: Final = "slots"
 

@@ -11,9 +11,9 @@ from services.core.records import DEPLOYMENTS, EVENTS, ROLLOUTS, Deployment, loa
 from services.core.rollouts.routes import ROUTES, WHOLE_BP, ModelRoute
 from services.ports.store import Delete, Operation, Put
 from simulator.fleet.assembly import SimFleet
+from simulator.fleet.invariant import Invariant
 from simulator.fleet.rollout_watch import LEADER_KEY, AppliedWrite, RolloutListener
 from simulator.fleet.spec import MODEL
-from simulator.invariants.invariant import Invariant
 
 SPLIT: Final = "split"
 WRITERS: Final = "two-writers"

@@ -1,4 +1,4 @@
-"""What every ``PlacementStream`` does, without a wire: as servicer and in-process client drive it."""
+"""What a gateway's stream at the scheduler does without a wire."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from services.core.errors import Conflict, NoLeader, NoWorkerAvailable, Permissi
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots
 from services.core.generation import PlaceSpec
-from services.ports.streams.placement_stream import PlacementStream, PlacementStreams
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from services.scheduler.service import GatewayPlacementStream, SchedulerService
 from tests.integration.scheduler_fleet import DIGEST, SchedulerNode, place_spec
 from tests.support.waiting import until
 
@@ -27,10 +27,10 @@ class Rig:
     woken: list[str] = field(default_factory=list)
 
     @property
-    def streams(self) -> PlacementStreams:
+    def streams(self) -> SchedulerService:
         return self.node.service
 
-    def open(self, gateway_id: str = "g1") -> PlacementStream:
+    def open(self, gateway_id: str = "g1") -> GatewayPlacementStream:
         return self.streams.open(gateway_id, lambda: self.woken.append(gateway_id))
 
 

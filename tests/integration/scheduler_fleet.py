@@ -24,6 +24,7 @@ from services.runtime.supervisor import Supervisor
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.term import TermSettings
+from tests.support.election import StaticElection
 
 TICKET_KEY = b"k" * 32
 TOKEN = "t" * 40
@@ -67,28 +68,6 @@ async def granted(placement: PlacementClient, spec: PlaceSpec) -> Grant:
     grant = await placement.place(spec)
     assert isinstance(grant, Grant)
     return grant
-
-
-class StaticElection:
-    """An election that a test wins and loses by hand."""
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self._turned = asyncio.Event()
-
-    def turn(self, epoch: int | None) -> None:
-        self.epoch = epoch
-        turned, self._turned = self._turned, asyncio.Event()
-        turned.set()
-
-    async def wait_leading(self) -> int:
-        while self.epoch is None:
-            await self._turned.wait()
-        return self.epoch
-
-    async def wait_lost(self, epoch: int) -> None:
-        while self.epoch == epoch:
-            await self._turned.wait()
 
 
 class StaticDirectory:

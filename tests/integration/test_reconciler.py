@@ -39,6 +39,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
+from tests.support.election import StaticElection
 
 KEY = leader_key("controlplane")
 CLOCK = SystemClock()
@@ -126,17 +127,6 @@ async def test_follows_deployments_and_workers_and_hands_over(own_etcd: Any) -> 
         await until(store, {"w1": [], "w2": []})
 
 
-class Deposed:
-    """A leader that has not noticed yet that it is none."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch: int | None = epoch
-
-    async def wait_leading(self) -> int:
-        assert self.epoch is not None
-        return self.epoch
-
-
 async def synced(store: Store, supervisor: Supervisor) -> Any:
     informer = fleet_informer(store)
     supervisor.spawn("informer", informer.run())
@@ -156,7 +146,12 @@ async def test_deposed_leader_writes_nothing() -> None:
         assert entry is not None
         informer = await synced(store, supervisor)
         reconciler = Reconciler(
-            store, informer, Deposed(entry.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
+            store,
+            informer,
+            StaticElection(entry.create_revision),
+            KEY,
+            CLOCK,
+            events=EventRecorder(store, CLOCK),
         )
         await store.commit([Delete(KEY)])
         assert not await reconciler.reconcile(entry.create_revision)
@@ -168,7 +163,12 @@ async def test_deposed_leader_writes_nothing() -> None:
         new = await store.get(KEY)
         assert new is not None
         reconciler = Reconciler(
-            store, informer, Deposed(new.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
+            store,
+            informer,
+            StaticElection(new.create_revision),
+            KEY,
+            CLOCK,
+            events=EventRecorder(store, CLOCK),
         )
         assert await reconciler.reconcile(new.create_revision)
         assert await assignments(store) == {"w0": ["d", "short"]}
@@ -189,7 +189,12 @@ async def test_write_on_an_old_view_is_refused_and_planned_again() -> None:
         assert entry is not None
         informer = await synced(store, supervisor)
         reconciler = Reconciler(
-            store, informer, Deposed(entry.create_revision), KEY, CLOCK, events=EventRecorder(store, CLOCK)
+            store,
+            informer,
+            StaticElection(entry.create_revision),
+            KEY,
+            CLOCK,
+            events=EventRecorder(store, CLOCK),
         )
         other = Assignment("w0", (AssignedVersion("d", "m", "sha256:0"),))
         await put(store, ASSIGNMENTS + "w0", other)  # the view does not know it yet
@@ -219,7 +224,7 @@ async def test_epoch_is_asked_before_each_write(epoch: int | None) -> None:
         await put(store, KEY, Leader("me", ""))
         entry = await store.get(KEY)
         assert entry is not None
-        leadership = Deposed(entry.create_revision)
+        leadership = StaticElection(entry.create_revision)
         reconciler = Reconciler(
             store,
             await synced(store, supervisor),

@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 
-from simulator.fleet.seeds import run_seed
+from simulator.invariants.seeds import run_seed
 
 PROGRAM = """
 import sys
 shift = [bytearray(1000 + 7 * number) for number in range(int(sys.argv[1]))]
-from simulator.fleet.seeds import run_seed
+from simulator.invariants.seeds import run_seed
 for seed in (1, 2):
     report = run_seed(seed, workers=6, requests=60).report
     print(seed, report.trace_digest, report.events, report.simulated_s, report.outcomes)

@@ -15,15 +15,15 @@ from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import REST, RunReport, simulate
+from simulator.fleet.invariant import Looks
 from simulator.fleet.nodes.scheduler_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.saturated import is_saturated
-from simulator.fleet.seeds import run_seed
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
 from simulator.invariants.fairness import FAIRNESS, FairnessInvariant
 from simulator.invariants.fencing import ALONE, FENCED, REPLAYED, Fencing
-from simulator.invariants.invariant import Looks
+from simulator.invariants.seeds import run_seed
 from simulator.invariants.shedding import INVERSION, Shedding
 from simulator.lab.baselines import ARRIVAL
 from simulator.lab.runner import run as run_scenario

@@ -12,9 +12,9 @@ from __future__ import annotations
 import pytest
 
 from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS
+from simulator.fleet.invariant import Looks
 from simulator.fleet.saturated import is_saturated
-from simulator.fleet.seeds import REACHES, SeedResult, Total, run_seed
-from simulator.invariants.invariant import Looks
+from simulator.invariants.seeds import REACHES, SeedResult, Total, run_seed
 from tests.support.sweep import daily
 
 SEEDS = range(50)

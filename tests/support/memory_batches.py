@@ -17,7 +17,7 @@ from services.gateway.batches.owner import OwnerRecord
 from services.gateway.batches.records import BATCH_OWNERS, BATCHES, FILES, BatchRecord, StoredFile
 from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
-from services.ports.blob_store import BlobStore, PartStore
+from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
 from services.ports.store import Store
 from services.runtime.clock import SystemClock
@@ -34,7 +34,7 @@ class BatchStack:
 
     etcd: Store
     blobs: BlobStore
-    parts: PartStore
+    parts: SealedParts
     store: BatchStore
     batches: Informer[BatchRecord]
     owners: Informer[OwnerRecord]

@@ -16,13 +16,15 @@ from services.rpc.methods import EXECUTE
 from services.runtime.clock import SystemClock
 from services.scheduler.service import SchedulerService
 from services.scheduler.term import TermSettings
-from services.worker.servicer import WorkerOperations, WorkerServicer
+from services.worker.agent.agent import WorkerAgent
+from services.worker.servicer import WorkerServicer
 from simulator.kernel.links.scheduler import serve_scheduler
 from simulator.kernel.links.streams import serve_stream
 from simulator.kernel.loop import Limits, VirtualTimeLoop
 from simulator.kernel.network import Network
 from simulator.kernel.process import UNIX_START_S, Process, Skew
-from tests.integration.scheduler_fleet import TICKET_KEY, StaticElection
+from tests.integration.scheduler_fleet import TICKET_KEY
+from tests.support.election import StaticElection
 
 Check = Callable[..., Coroutine[Any, Any, None]]
 R = TypeVar("R")
@@ -49,7 +51,7 @@ class World:
 
 def serve_sequences(process: Process, network: Network, address: str, streams: WorkerStreams) -> None:
     """Serve gateways at the address with the production servicer of a worker that has no agent."""
-    servicer = WorkerServicer(streams, cast(WorkerOperations, None), process.clock)
+    servicer = WorkerServicer(streams, cast(WorkerAgent, None), process.clock)
     serve_stream(process, network, address, EXECUTE, servicer.serve_gateway)
 
 

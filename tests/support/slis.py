@@ -11,8 +11,8 @@ from services.core.errors import NoLeader
 from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
-from tests.support.usage_ledgers import SetElection
 from tests.support.waiting import until
 
 DIGEST = "sha256:" + "a" * 64
@@ -34,7 +34,7 @@ class Measurements:
     """The indicators of a control plane, and the reports of one gateway to it."""
 
     def __init__(self, clock: Clock, *, leads: bool = True) -> None:
-        self.election = SetElection(1 if leads else None)
+        self.election = StaticElection(1 if leads else None)
         self.store = SliStore(MemoryLedger(), clock, self.election, dict)
         self._clock = clock
         self._sent = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from msgspec.structs import replace
@@ -17,33 +16,12 @@ from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
+from tests.support.election import StaticElection
 from tests.support.waiting import until
 
 UNIX_S: Final = 1_800_000_000.0
 HOUR: Final = int(UNIX_S // 3600)
 DAY_S: Final = 86_400.0
-
-
-class SetElection:
-    """An election that a test decides. Several may lead at once, as when one was frozen."""
-
-    def __init__(self, epoch: int | None = None) -> None:
-        self.epoch = epoch
-        self._turned = asyncio.Event()
-
-    def turn(self, epoch: int | None) -> None:
-        self.epoch = epoch
-        turned, self._turned = self._turned, asyncio.Event()
-        turned.set()
-
-    async def wait_leading(self) -> int:
-        while self.epoch is None:
-            await self._turned.wait()
-        return self.epoch
-
-    async def wait_lost(self, epoch: int) -> None:
-        while self.epoch == epoch:
-            await self._turned.wait()
 
 
 class CountedLoss(LedgerTelemetry):
@@ -58,7 +36,7 @@ class CountedLoss(LedgerTelemetry):
 def ledger_of(
     store: LedgerStore,
     clock: Clock,
-    election: SetElection,
+    election: StaticElection,
     *,
     writer: str = "a",
     telemetry: LedgerTelemetry | None = None,

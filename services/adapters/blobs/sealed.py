@@ -17,13 +17,18 @@ from services.ports.idempotency import RecordKey
 
 
 class SealedParts:
-    """``PartStore`` over a blob store. Sealing and opening run in a thread."""
+    """Parts of tenants' files in a blob store. Sealing and opening run in a thread.
+
+    Each call raises StoreUnavailable, within a bounded time, when the store is unreachable or full.
+    """
 
     def __init__(self, blobs: BlobStore, cipher: RecordCipher) -> None:
         self._blobs = blobs
         self._cipher = cipher
 
     async def put(self, tenant: str, file_id: str, index: int, data: bytes) -> str:
+        """Store a part durably; return the digest of its blob, which no other part has."""
+
         def seal() -> tuple[str, bytes]:
             sealed = self._cipher.seal(RecordKey(tenant, file_id), 0, index, data)
             return "sha256:" + hashlib.sha256(sealed).hexdigest(), sealed
@@ -33,6 +38,7 @@ class SealedParts:
         return digest
 
     async def get(self, tenant: str, file_id: str, index: int, digest: str) -> bytes:
+        """Return a part. Raises NotFound, or IntegrityError if it is damaged or another part."""
         sealed = b"".join([piece async for piece in self._blobs.get(digest)])
         opened = await in_thread(lambda: self._cipher.open(RecordKey(tenant, file_id), sealed))
         if opened.position != index:
@@ -40,9 +46,11 @@ class SealedParts:
         return opened.chunk
 
     async def discard(self, digests: Sequence[str]) -> None:
+        """Delete blobs of parts that no record names any more."""
         await self._blobs.discard(digests)
 
     async def delete_unused(self, keep: Collection[str], before_unix_s: float) -> int:
+        """Delete the blobs written before a time, except those of these digests; return their number."""
         deleted = 0
         async for page in self._blobs.stored():
             old = [one for one in page if one.written_unix_s < before_unix_s and one.digest not in keep]

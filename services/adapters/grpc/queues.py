@@ -1,4 +1,4 @@
-"""Queries of the leading scheduler for operators. Implements ``controlplane.servicer.LeadingScheduler``."""
+"""Queries of the leading scheduler, whose messages are forwarded to operators as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Stub = scheduler_pb2_grpc.SchedulerServiceStub
 
 
 class GrpcQueues(LeaderCalls):
-    """Queries the current leader."""
+    """Each call raises NoLeader within a bounded time when no scheduler leads."""
 
     def __init__(
         self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, timeout_s: float = TIMEOUT_S

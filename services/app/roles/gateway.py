@@ -60,7 +60,6 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
-from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
@@ -316,7 +315,6 @@ def _limits(settings: Settings) -> GatewayLimits:
         queue_ttl_s=settings.queue_ttl_s,
         heartbeat_s=settings.heartbeat_s,
         placed_prefix_blocks=_PLACED_BLOCKS if settings.prefix_routing else 0,
-        degrade=DegradeLevels(settings.degrade_cap_pressure_ratio, settings.degrade_model_pressure_ratio),
     )
 
 

@@ -32,7 +32,7 @@ from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import GatewayService
-from services.ports.blob_store import BlobStore, PartStore
+from services.ports.blob_store import BlobStore
 from services.runtime.config import read_secrets
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
@@ -99,7 +99,7 @@ def open_batches(
 def _ports(
     environment: Environment,
     store: BatchStore,
-    parts: PartStore,
+    parts: SealedParts,
     files: FileService,
     lines: HttpLines,
     identity: KeyDirectory,

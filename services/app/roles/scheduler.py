@@ -78,13 +78,7 @@ def term_settings(settings: Settings) -> TermSettings:
             class_head_start_s=settings.class_head_start_s,
             bypass_window_tokens=settings.bypass_window_tokens,
         ),
-        health=HealthPolicy(
-            ejection=EjectionPolicy(
-                outlier_ratio=settings.ejection_ratio,
-                base_ejection_time_s=settings.ejection_time_s,
-                max_ejection_ratio=settings.max_ejection_ratio,
-            )
-        ),
+        health=HealthPolicy(ejection=EjectionPolicy(outlier_ratio=settings.ejection_ratio)),
         shedding=SheddingPolicy(
             enabled=settings.shedding,
             targets=ServiceTargets(

@@ -17,7 +17,6 @@ from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.objectives.policy.burn import EventCounts, status_of
 from services.controlplane.objectives.policy.transitions import transitions
-from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.resources import Stored
 from services.core.records import (
@@ -32,6 +31,7 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, Entry, ModRevisionIs, Put, Store
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()

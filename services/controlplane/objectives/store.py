@@ -18,7 +18,6 @@ from services.adapters.threads import in_thread
 from services.controlplane.objectives.codec import book_from_bytes, book_to_message, snapshot_to_bytes
 from services.controlplane.objectives.policy.book import ObjectivesByClass, SliBook
 from services.controlplane.objectives.policy.burn import EventCounts, alert_of
-from services.controlplane.usage.ledger import LedgerElection
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, IntegrityError, NoLeader, NotFound
 from services.core.estimates.finished import FinishedRequests
@@ -26,6 +25,7 @@ from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.supervisor import first_of
 
 log = structlog.get_logger()
@@ -59,7 +59,7 @@ class SliStore:
         self,
         store: LedgerStore,
         clock: Clock,
-        leadership: LedgerElection,
+        leadership: Leadership,
         objectives: Callable[[], ObjectivesByClass],
     ) -> None:
         self._store = store

@@ -24,7 +24,6 @@ from services.controlplane.objectives.policy.gates import (
     missing,
 )
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.reconciler import Leadership
 from services.controlplane.resources.status import unplaced_in, unplaced_message
 from services.controlplane.rollouts.policy.advance import advance
 from services.controlplane.rollouts.policy.effects import (
@@ -49,6 +48,7 @@ from services.core.rollouts.routes import WHOLE_BP, ModelRoute
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -30,6 +30,7 @@ from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FairwayError, NoLeader, NotFound, QueueFull, StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.ledger_store import LedgerStore
+from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.supervisor import first_of
 
 log = structlog.get_logger()
@@ -43,17 +44,6 @@ _RETRY_S: Final = 0.5
 _MOST_RETRY_S: Final = 5.0
 _WARM_HOURS: Final = 48  # kept in memory
 _TRIES: Final = 3
-
-
-class LedgerElection(Protocol):
-    """The leader election: ``runtime.leadership.Election``."""
-
-    @property
-    def epoch(self) -> int | None: ...
-
-    async def wait_leading(self) -> int: ...
-
-    async def wait_lost(self, epoch: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -86,7 +76,7 @@ class UsageLedger:
         self,
         store: LedgerStore,
         clock: Clock,
-        leadership: LedgerElection,
+        leadership: Leadership,
         *,
         writer: str,
         retention_s: float,

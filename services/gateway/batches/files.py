@@ -17,6 +17,7 @@ from typing import Final
 
 import structlog
 
+from services.adapters.blobs.sealed import SealedParts
 from services.core.errors import (
     Conflict,
     FairwayError,
@@ -39,7 +40,6 @@ from services.gateway.batches.records import (
 )
 from services.gateway.batches.store import BatchStore
 from services.gateway.service_types import subtract
-from services.ports.blob_store import PartStore
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 
@@ -74,7 +74,7 @@ class FileService:
     def __init__(
         self,
         store: BatchStore,
-        parts: PartStore,
+        parts: SealedParts,
         files: RecordView[StoredFile],
         batches: RecordView[BatchRecord],
         clock: Clock,
@@ -232,7 +232,7 @@ class Upload:
         self,
         tenant: str,
         file_id: str,
-        parts: PartStore | None,
+        parts: SealedParts | None,
         sizes: tuple[int, int],
         leave: Callable[[], None],
         *,
@@ -285,7 +285,7 @@ class Upload:
             self._buffer.clear()
         return tuple(self._parts)
 
-    async def _put(self, store: PartStore, data: bytes) -> None:
+    async def _put(self, store: SealedParts, data: bytes) -> None:
         digest = await store.put(self.tenant, self.file_id, len(self._parts), data)
         self._parts.append(FilePart(digest, len(data)))
 

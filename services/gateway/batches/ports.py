@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from services.adapters.blobs.sealed import SealedParts
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Tenant
 from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.batches.records import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
 from services.gateway.batches.store import BatchStore
-from services.ports.blob_store import PartStore
 from services.ports.clock import Clock
 
 
@@ -46,7 +46,7 @@ class BatchPorts:
     """What batches act through."""
 
     store: BatchStore
-    parts: PartStore
+    parts: SealedParts
     calls: LineCalls
     clock: Clock
     rng: Random

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 from contextlib import aclosing
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -22,10 +22,21 @@ from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.supervisor import first_of
 
-__all__ = ["Election", "LeaseHolder", "Registration"]
+__all__ = ["Election", "Leadership", "LeaseHolder", "Registration"]
 
 log = structlog.get_logger()
 _PAUSE_S: Final = 0.5
+
+
+class Leadership(Protocol):
+    """Whether this process leads. The parts of ``Election`` that its owner does not run."""
+
+    @property
+    def epoch(self) -> int | None: ...
+
+    async def wait_leading(self) -> int: ...
+
+    async def wait_lost(self, epoch: int) -> None: ...
 
 
 class Election:

@@ -9,12 +9,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
-from fairway.log_stream import LogStream, lost_notice
+from fairway.log_stream import LogStream
 
 # Callers can often trigger a library's log lines, such as by disconnecting during a response.
 LIBRARY_LINES_PER_S: Final = 5.0
@@ -89,42 +89,33 @@ def _named(role: str) -> structlog.typing.Processor:
     return name
 
 
-def open_log(output: Literal["json", "console"] = "json", *, role: str = "") -> LogStream:
+def open_log(*, role: str = "") -> LogStream:
     """Return the stream that replaces stdout and stderr from now on: no write to it raises or waits."""
 
     def notice(lines: int) -> str:
         event = {"event": "log.lines_lost", "lines": lines, "level": "warning", "role": role}
         at = datetime.datetime.now(datetime.UTC).isoformat()
-        return json.dumps({**event, "timestamp": at}) + "\n" if output == "json" else lost_notice(lines)
+        return json.dumps({**event, "timestamp": at}) + "\n"
 
     stream = LogStream.on(sys.stderr, notice)
     sys.stdout = sys.stderr = stream
     return stream
 
 
-def configure(level: str = "info", output: Literal["json", "console"] = "json", *, role: str = "") -> None:
+def configure(level: str = "info", *, role: str = "") -> None:
     """Make structlog and the standard library's loggers write one line per event to stderr."""
     number = logging.getLevelNamesMapping()[level.upper()]
-    shared: list[structlog.typing.Processor] = [
+    processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _named(role),  # not a context variable: tasks that grpc starts have their own context
+        # The frames' variables are left out: they contain prompts and keys.
+        structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
+        structlog.processors.JSONRenderer(),
     ]
-    if output == "json":
-        rendering: list[structlog.typing.Processor] = [
-            # The frames' variables are left out: they contain prompts and keys.
-            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
-            structlog.processors.JSONRenderer(),
-        ]
-    else:
-        rendering = [
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
-        ]
     structlog.configure(
-        processors=[*shared, *rendering],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,

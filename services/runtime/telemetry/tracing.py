@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from random import Random
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:  # the SDK is imported only where an endpoint is set
+    from services.runtime.telemetry.otlp import SpanQueue
 
 _BEHIND_A_GATEWAY: Final = ("scheduler", "worker")
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -42,26 +45,11 @@ def traceparent_of(span: Span) -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-01"
 
 
-class SpanSink(Protocol):
-    """The queue of ended spans. See ``runtime/telemetry/otlp.py``."""
-
-    @property
-    def exported(self) -> int: ...
-
-    @property
-    def dropped_full(self) -> int: ...
-
-    @property
-    def dropped_failed(self) -> int: ...
-
-    def shutdown(self) -> None: ...
-
-
 class Tracing:
     """Creates spans and passes them to the exporter. Times are the clock's monotonic seconds."""
 
     def __init__(
-        self, clock: Clock, tracer: trace.Tracer | None = None, queue: SpanSink | None = None
+        self, clock: Clock, tracer: trace.Tracer | None = None, queue: SpanQueue | None = None
     ) -> None:
         self._clock = clock
         self._tracer = tracer

@@ -14,9 +14,9 @@ from services.core.shares import share_of
 from services.scheduler.policy.overload.rates import DrainRate
 from services.scheduler.policy.placement.kv_admission import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import shareable_blocks
+from services.scheduler.policy.queue.fair_order import FairOrder
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy
-from services.scheduler.policy.queue.order import QueueOrder
 from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
 _ENTRY_BYTES: Final = 1024  # memory of a waiting placement besides its strings
@@ -72,7 +72,7 @@ class Pool:
     """Queue of one version. ``fresh``: placements that no pass has tried. ``sizes``: reserved tokens of each
     placement. ``least``: the same, when workers share all of the prompt that can be shared."""
 
-    order: QueueOrder[QueuedPlacement]
+    order: FairOrder[QueuedPlacement]
     rate: DrainRate = field(default_factory=DrainRate)
     earmarks: Earmarks = field(default_factory=Earmarks)
     fresh: int = 0

@@ -1,6 +1,6 @@
 """The rules of a pass: which workers the next placement may use, in addition to those that have room.
 
-``PRODUCTION`` lists them in the order in which a pass applies them. ``QueueOrder`` determines which placement
+``PRODUCTION`` lists them in the order in which a pass applies them. ``FairOrder`` determines which placement
 is next; a rule only restricts it. docs/decisions/0039-queue-rules.md has the measured effect of each.
 """
 
@@ -17,7 +17,7 @@ from services.scheduler.policy.placement.choose import NoWorker, Rejections
 from services.scheduler.policy.queue.fair_order import FairOrder
 from services.scheduler.policy.queue.fairness import FairShares
 from services.scheduler.policy.queue.length import LengthPolicy, is_long, within_long_share
-from services.scheduler.policy.queue.order import OrderPolicy, QueueOrder
+from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.service_ledger import ServiceLedger
 from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 
@@ -153,7 +153,7 @@ class HeldShare(QueueRule):
 class QueueDiscipline:
     """How a queue is served: ``order`` makes the order of a pool, ``rules`` apply in each pass."""
 
-    order: Callable[[OrderPolicy, dict[Priority, FairShares]], QueueOrder[QueuedPlacement]]
+    order: Callable[[OrderPolicy, dict[Priority, FairShares]], FairOrder[QueuedPlacement]]
     rules: tuple[type[QueueRule], ...]
 
 

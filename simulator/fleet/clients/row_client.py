@@ -19,7 +19,7 @@ from services.core.records import Priority
 from simulator.engine.poison import EngineEnding
 from simulator.engine.sim_batches import row_input, row_output
 from simulator.fleet.clients.session import GATEWAY_LOST, ONCE, UNREACHABLE, Clients
-from simulator.invariants.invariant import Violations
+from simulator.fleet.violations import Violations
 
 ROWS: Final = "rows"
 ANSWERED: Final = "ANSWERED"

@@ -21,7 +21,7 @@ from services.rpc.convert.inference import PRIORITIES
 from simulator.engine.poison import POISON_TOKENS
 from simulator.fleet.clients.client import Due, RequestRecord, SimRequest, request_seed
 from simulator.fleet.spec import MODEL, VOCABULARY
-from simulator.invariants.invariant import Violations
+from simulator.fleet.violations import Violations
 from simulator.kernel.loop import VirtualTimeLoop
 
 GATEWAY_LOST: Final = "GATEWAY_LOST"

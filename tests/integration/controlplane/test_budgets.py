@@ -42,6 +42,7 @@ from services.ports.limiter import Spent
 from services.ports.store import Put
 from services.runtime.telemetry.metrics import Metrics
 from tests.integration.controlplane.plane import Interleaving, Plane
+from tests.support.election import StaticElection
 
 PRICE = Price(output_micros=1_000_000)  # one micro-dollar per token
 LEADER = "/fairway/v1/leaders/controlplane/0"
@@ -202,24 +203,13 @@ async def test_without_the_quota_store_amounts_are_unknown(plane: Plane) -> None
     assert (view.spent_micros, view.message) == (None, "store unavailable: what was spent is unknown")
 
 
-class Led:
-    """A leader whose key a test writes."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch: int | None = epoch
-
-    async def wait_leading(self) -> int:
-        assert self.epoch is not None
-        return self.epoch
-
-
 async def lead(plane: Plane, leader: str, metrics: Metrics | None = None) -> tuple[SpendAlerts, int]:
     await plane.store.commit([Put(LEADER, dump(Leader(leader, "h:1")))])
     entry = await plane.store.get(LEADER)
     assert entry is not None
     budgets = Budgets(plane.store, plane.clock, plane.limiter)
     recorder = EventRecorder(plane.store, plane.clock)
-    led, levels = Led(entry.create_revision), AlertTelemetry(metrics)
+    led, levels = StaticElection(entry.create_revision), AlertTelemetry(metrics)
     alerts = SpendAlerts(plane.store, budgets, led, LEADER, plane.clock, events=recorder, telemetry=levels)
     return alerts, entry.create_revision
 
@@ -264,7 +254,7 @@ async def test_a_budget_deleted_meanwhile_leaves_no_alert(plane: Plane) -> None:
     assert leader is not None
     await spend(plane.limiter, "r1", 60, LimitKind.MONTH_MICROS)
     recorder = EventRecorder(store, plane.clock)
-    led = Led(leader.create_revision)
+    led = StaticElection(leader.create_revision)
     alerts = SpendAlerts(store, budgets, led, LEADER, plane.clock, events=recorder)
 
     async def delete() -> None:

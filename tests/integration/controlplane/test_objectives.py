@@ -20,6 +20,7 @@ from services.core.errors import (
 from services.core.records import EVENTS, OBJECTIVE_STATUS, Leader, Priority, Sli, dump
 from services.ports.store import Put
 from tests.integration.controlplane.plane import Plane
+from tests.support.election import StaticElection
 
 LEADER = "/fairway/v1/leaders/controlplane/0"
 
@@ -103,21 +104,13 @@ class Measured:
         return EventCounts(100, self.bad)
 
 
-class Led:
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    async def wait_leading(self) -> int:
-        return self.epoch
-
-
 async def lead(plane: Plane, leader: str, measured: Measured) -> tuple[ObjectiveAlerts, int]:
     await plane.store.commit([Put(LEADER, dump(Leader(leader, "h:1")))])
     entry = await plane.store.get(LEADER)
     assert entry is not None
     objectives = Objectives(plane.store, plane.clock)
     recorder = EventRecorder(plane.store, plane.clock)
-    led = Led(entry.create_revision)
+    led = StaticElection(entry.create_revision)
     alerts = ObjectiveAlerts(plane.store, objectives, measured, led, LEADER, plane.clock, events=recorder)
     return alerts, entry.create_revision
 

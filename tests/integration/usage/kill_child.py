@@ -22,9 +22,9 @@ from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import UsageReport
 from services.rpc.convert.usage import event_from_proto
 from tests.support.clocks import QuickClock
+from tests.support.election import StaticElection
 from tests.support.usage_ledgers import (
     UNIX_S,
-    SetElection,
     booked,
     ledger_of,
     request_usage,
@@ -80,7 +80,7 @@ async def add(outbox: DiskOutbox, names: Sequence[str]) -> None:
 async def main(root: Path, kill_before: int, fill: bool) -> None:
     points = KillPoints(root, kill_before)
     clock = QuickClock(UNIX_S)
-    ledger = ledger_of(FolderLedger(root / "ledger"), clock, SetElection(1), writer=f"pid{os.getpid()}")
+    ledger = ledger_of(FolderLedger(root / "ledger"), clock, StaticElection(1), writer=f"pid{os.getpid()}")
     running = asyncio.ensure_future(ledger.run())
     outbox = DiskOutbox(root / "outbox", f"life-{os.getpid()}", ToLedger(ledger), clock)
     await outbox.recover()

@@ -8,15 +8,9 @@ from services.controlplane.store_events import StoreEvents
 from services.core.records import EVENTS
 from services.ports.store import Put
 from tests.support.clocks import HandClock
+from tests.support.election import StaticElection
 
 LEADER = "/leader"
-
-
-class Led:
-    epoch = 1
-
-    async def wait_leading(self) -> int:
-        return self.epoch
 
 
 async def ping() -> None:
@@ -38,7 +32,7 @@ async def test_a_loss_and_a_return_are_one_event_each() -> None:
     problems = {"Redis": ""}
     events = StoreEvents(
         {"Redis": lambda: problems["Redis"]},
-        Led(),
+        StaticElection(1),
         LEADER,
         clock,
         events=EventRecorder(store, clock),
@@ -63,7 +57,7 @@ async def test_what_another_leader_saw_long_ago_is_not_written_again() -> None:
     store = MemoryStore(clock)
     events = StoreEvents(
         {"etcd": lambda: "etcd does not answer"},
-        Led(),
+        StaticElection(1),
         LEADER,
         clock,
         events=EventRecorder(store, clock),

@@ -15,6 +15,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term
 from services.scheduler.term_streams import CancelPlacements, SubmitPlacements
+from tests.support.election import StaticElection
 from tests.support.metrics import values
 from tests.support.waiting import until
 from tests.unit.scheduler.model import DIGEST, SETTINGS, ManualClock, place_spec
@@ -64,29 +65,8 @@ def test_what_waited_is_gone_with_the_term() -> None:
     assert rig.counted(DEPTH) == {}
 
 
-class Elected:
-    """An election that the test decides."""
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self.won = asyncio.Event()
-        self.lost = asyncio.Event()
-
-    def win(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.won.set()
-
-    async def wait_leading(self) -> int:
-        await self.won.wait()
-        assert self.epoch is not None
-        return self.epoch
-
-    async def wait_lost(self, epoch: int) -> None:
-        await self.lost.wait()
-
-
 async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> None:
-    clock, election, metrics = ManualClock(), Elected(), Metrics()
+    clock, election, metrics = ManualClock(), StaticElection(), Metrics()
     service = SchedulerService(
         b"k" * 32, SETTINGS, clock, Random(1), telemetry=SchedulerTelemetry(metrics, clock)
     )
@@ -94,7 +74,7 @@ async def test_a_standby_serves_and_a_leader_that_decides_nothing_does_not() -> 
     assert service.problem() == "", "a standby decides nothing, and is asked nothing"
     task = asyncio.ensure_future(service.run(election))
     try:
-        election.win(7)
+        election.turn(7)
         await until(lambda: service.term is not None)
         assert service.term is not None
         clock.now_s += 60.0

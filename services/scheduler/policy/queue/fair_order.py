@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import Account, FairShares
-from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy, QueueOrder
+from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy
 
 CLASSES = tuple(sorted(Priority, key=lambda priority: -priority.rank))  # the highest first
 
@@ -74,8 +74,11 @@ class _Class(Generic[Item]):
         return self.arrivals[0][0]
 
 
-class FairOrder(QueueOrder[Item]):
-    """Single writer. The counters outlive the queue: ``shares`` are passed in and written here."""
+class FairOrder(Generic[Item]):
+    """The waiting placements of one pool. Single writer.
+
+    The counters outlive the queue: ``shares`` are passed in and written here.
+    """
 
     def __init__(self, policy: OrderPolicy, shares: dict[Priority, FairShares]) -> None:
         self._policy = policy
@@ -121,7 +124,10 @@ class FairOrder(QueueOrder[Item]):
             queue.owed_tokens = 0.0
 
     def granted(self, item: Item, cost_tokens: float) -> None:
-        """Charge a grant: classes past their head start become entitled to a share of its cost."""
+        """Charge a grant of the item, which is still queued, at its expected cost.
+
+        Classes past their head start become entitled to a share of it.
+        """
         rank = item.priority.rank
         for priority in self._aged:
             queue = self._classes[priority]
@@ -132,17 +138,24 @@ class FairOrder(QueueOrder[Item]):
             own.owed_tokens -= cost_tokens
 
     def value(self, item: Item) -> float:
-        """Return the counter of the item's tenant in its class. The tenant has an item waiting."""
+        """Return the counter of the item's tenant in its class: weighted tokens over weight.
+
+        The tenant has an item waiting.
+        """
         return self._classes[item.priority].tenants[item.tenant].account.value
 
     def items(self) -> Iterator[Item]:
+        """Yield all, in approximate serving order."""
         for queue in self._classes.values():
             for account in queue.shares.in_order():
                 for _, _, number in queue.tenants[account.tenant].places:
                     yield queue.members[number]
 
     def in_order(self, now_us: int = 0) -> Iterator[Item]:
-        """Yield by least counter within each class; the class is chosen again for each item."""
+        """Yield by least counter within each class; the class is chosen again for each item.
+
+        May end early to bound the work. The item yielded last may be granted and removed meanwhile.
+        """
         self._aged = self._find_aged(now_us)
         passes = {
             priority: self._in_class(queue) for priority, queue in self._classes.items() if queue.members

@@ -19,9 +19,7 @@ ahead of its tenant (weighted tokens over weight).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 MICROSECONDS = 1_000_000
 NO_DEADLINE_S = 600.0
@@ -46,31 +44,3 @@ class OrderPolicy:
         """Return how far ahead a tenant may be that passes one without room, in a pool of that many
         workers."""
         return self.bypass_window_tokens * max(1, workers)
-
-
-Item = TypeVar("Item")
-
-
-class QueueOrder(Protocol[Item]):
-    """The waiting placements of one pool."""
-
-    def add(self, item: Item) -> None: ...
-
-    def discard(self, item: Item) -> None: ...
-
-    def granted(self, item: Item, cost_tokens: float) -> None:
-        """Record that the item, which is still queued, was granted at this expected cost."""
-
-    def value(self, item: Item) -> float:
-        """Return the counter of the item's tenant in its class: weighted tokens over weight."""
-
-    def in_order(self, now_us: int = 0) -> Iterator[Item]:
-        """Yield placements in serving order; may end early to bound the work.
-
-        The item yielded last may be granted and removed meanwhile.
-        """
-
-    def items(self) -> Iterator[Item]:
-        """Yield all, in approximate serving order."""
-
-    def __len__(self) -> int: ...

@@ -22,8 +22,9 @@ from services.gateway.slis.recorder import RequestEnd, RequestLatencies, SliReco
 from services.gateway.slis.reporter import SliReporter
 from services.rpc.convert.slis import report_from_proto, report_to_proto
 from tests.support.clocks import QuickClock
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
-from tests.support.usage_ledgers import UNIX_S, SetElection
+from tests.support.usage_ledgers import UNIX_S
 from tests.support.waiting import until
 
 ARM = ArmKey("chat", "sha256:1")
@@ -38,7 +39,7 @@ class Plane:
     """A control plane on the shared objects."""
 
     def __init__(self, objects: MemoryLedger, clock: QuickClock, *, epoch: int | None = None) -> None:
-        self.election = SetElection(epoch)
+        self.election = StaticElection(epoch)
         self.store = SliStore(objects, clock, self.election, lambda: {("chat", Priority.STANDARD): OBJECTIVE})
         self.task = asyncio.ensure_future(self.store.run())
 

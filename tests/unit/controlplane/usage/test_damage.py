@@ -42,12 +42,12 @@ from services.core.generation import Usage
 from services.core.records import Priority
 from services.core.usage import DeviceInterval, UsageEvent
 from tests.support.clocks import QuickClock
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import (
     HOUR,
     UNIX_S,
     CountedLoss,
-    SetElection,
     booked,
     ledger_of,
     request_usage,
@@ -196,7 +196,7 @@ class Leader:
 
     def __init__(self, store: MemoryLedger, clock: QuickClock) -> None:
         self.loss = CountedLoss()
-        self.ledger: UsageLedger = ledger_of(store, clock, SetElection(1), telemetry=self.loss)
+        self.ledger: UsageLedger = ledger_of(store, clock, StaticElection(1), telemetry=self.loss)
         self._task = asyncio.ensure_future(self.ledger.run())
 
     async def __aenter__(self) -> UsageLedger:
@@ -443,7 +443,7 @@ async def test_a_log_with_a_gap_is_reported_and_not_loaded_in_a_hot_loop() -> No
     await written(store, clock, 4)
     del store.objects["segments/0000000000000002"]
     clock.slept.clear()
-    ledger = ledger_of(store, clock, SetElection(1))
+    ledger = ledger_of(store, clock, StaticElection(1))
     task = asyncio.ensure_future(ledger.run())
     try:
         await until(lambda: clock.slept.count(5.0) >= 3)

@@ -16,11 +16,11 @@ from services.controlplane.usage.ledger import UsageLedger
 from services.core.errors import FairwayError, NoLeader, StoreUnavailable
 from services.core.usage import UsageEvent
 from tests.support.clocks import HandClock
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import (
     UNIX_S,
     Sender,
-    SetElection,
     booked,
     ledger_of,
     request_usage,
@@ -59,7 +59,7 @@ class Plane:
 
     def start(self) -> None:
         self._lives += 1
-        self.election = SetElection()
+        self.election = StaticElection()
         self.ledger: UsageLedger = ledger_of(
             self._store, self._clock, self.election, writer=f"{self._name}{self._lives}"
         )

@@ -24,12 +24,12 @@ from services.core.limits import Price
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.core.usage import DeviceInterval, UsageEvent
 from tests.support.clocks import QuickClock
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import (
     DAY_S,
     UNIX_S,
     NoUsage,
-    SetElection,
     booked,
     ledger_of,
     request_usage,
@@ -42,7 +42,7 @@ from tests.support.usage_ledgers import (
 class Rig:
     store: MemoryLedger = field(default_factory=MemoryLedger)
     clock: QuickClock = field(default_factory=lambda: QuickClock(UNIX_S))
-    election: SetElection = field(default_factory=lambda: SetElection(1))
+    election: StaticElection = field(default_factory=lambda: StaticElection(1))
     sent: int = 0
 
     def __post_init__(self) -> None:

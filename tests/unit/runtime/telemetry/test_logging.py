@@ -123,14 +123,13 @@ os._exit(first)
     os.close(after)
 
 
-@pytest.mark.parametrize("output", ["json", "console"])
-def test_the_loggers_of_a_role_raise_nothing_on_a_full_disk(output: str) -> None:
+def test_the_loggers_of_a_role_raise_nothing_on_a_full_disk() -> None:
     """In a process of its own: the streams of this one are pytest's."""
-    program = f"""
+    program = """
 import logging, sys, structlog
 from services.runtime.telemetry import logging as ours
-stream = ours.open_log({output!r}, role="scheduler")
-ours.configure("info", {output!r}, role="scheduler")
+stream = ours.open_log(role="scheduler")
+ours.configure("info", role="scheduler")
 structlog.get_logger().info("thing.done", text="\\ud800")
 logging.getLogger("library").error("refused")
 print("printed")
@@ -150,7 +149,7 @@ def test_what_libraries_log_is_bounded_and_in_our_form() -> None:
     program = """
 import logging, sys
 from services.runtime.telemetry import logging as ours
-ours.configure("info", "json", role="gateway")
+ours.configure("info", role="gateway")
 library = logging.getLogger("grpc._cython.cygrpc")
 for number in range(1000):
     try:
@@ -186,7 +185,7 @@ def test_the_notice_is_a_log_line_like_the_others(tmp_path: Path, monkeypatch: p
     with os.fdopen(send, "w") as stderr:
         monkeypatch.setattr(sys, "stdout", sys.stdout)
         monkeypatch.setattr(sys, "stderr", stderr)
-        stream = logging.open_log("json", role="gateway")
+        stream = logging.open_log(role="gateway")
         while not stream.lost:
             stream.write("x" * 4095 + "\n")
         while len(os.read(receive, 1 << 21)) == 1 << 21:
