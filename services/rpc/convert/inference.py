@@ -19,17 +19,11 @@ from services.core.generation import (
     Usage,
 )
 from services.core.records import Priority
-from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 
-FINISH_REASONS: Final = {
-    reason: common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
-}
+FINISH_REASONS: Final = numbers_of(FinishReason, common_pb2.FinishReason)
 FINISH_REASONS_BACK: Final = {number: reason for reason, number in FINISH_REASONS.items()}
-PRIORITIES: Final = {
-    Priority.BATCH: common_pb2.PRIORITY_BATCH,
-    Priority.STANDARD: common_pb2.PRIORITY_STANDARD,
-    Priority.INTERACTIVE: common_pb2.PRIORITY_INTERACTIVE,
-}
+PRIORITIES: Final = numbers_of(Priority, common_pb2.Priority)
 # Keyed by number, as in message fields.
 PRIORITY_OF: Final[Mapping[int, Priority]] = {
     common_pb2.PRIORITY_UNSPECIFIED: Priority.STANDARD,
@@ -37,11 +31,7 @@ PRIORITY_OF: Final[Mapping[int, Priority]] = {
 }
 
 
-def _priority(number: int) -> Priority:
-    return PRIORITY_OF[number]
-
-
-PRIORITY: Final = Pair("priority", PRIORITIES.__getitem__, _priority)
+PRIORITY: Final = enum_pair("priority", PRIORITIES, Priority.STANDARD)
 TENANT: Final = Pair("tenant_id")
 DIGEST: Final = Pair("version_digest")
 

@@ -16,13 +16,15 @@ from services.rpc.status import by_reason
 ENGINE_LOST: Final = "ENGINE_LOST"
 MOST_WAITED_MS: Final = 86_400_000  # the bound of the message
 _TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
-_WINDOW: Final = Mirror(BatchWindow, common_pb2.BatchWindow)
-window_to_proto: Final = _WINDOW.to_proto
-window_from_proto: Final = _WINDOW.from_proto
+WINDOW: Final = Mirror(BatchWindow, common_pb2.BatchWindow)
 
 
 def _microseconds(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
+
+
+def _in_us(name: str) -> Pair:
+    return Pair(name, _microseconds, lambda us: us / 1e6)
 
 
 def _target_ms(seconds: float) -> int:
@@ -44,7 +46,7 @@ _ROW: Final = Mirror(
             lambda seconds: None if seconds <= 0 else _duration(seconds),
             seconds_of,
         ),
-        "transport_s": Pair("transport_us", _microseconds, lambda us: us / 1e6),
+        "transport_s": _in_us("transport_us"),
         "target_s": Pair("target_ms", _target_ms, lambda ms: ms / 1000),
         "waited_s": Pair("waited_ms", _waited_ms, lambda ms: ms / 1000),
     },
@@ -56,26 +58,28 @@ def _duration(seconds: float) -> Duration:
     return Duration(seconds=whole, nanos=nanos)
 
 
+_END: Final = Mirror(
+    RowEnd,
+    worker_pb2.RowFinished,
+    {
+        "outputs": _TENSOR.each("outputs"),
+        "device_s": _in_us("device_us"),
+        "wait_s": _in_us("wait_us"),
+        "window": WINDOW.one("window", unset=True),
+        "stay_s": _in_us("stay_us"),
+    },
+    apart=("error", "lost"),
+)
+row_from_proto: Final = _ROW.from_proto
+
+
 def row_to_proto(handle: int, spec: RowSpec) -> worker_pb2.StartRow:
     return _ROW.to_proto(spec, handle=handle)
 
 
-def row_from_proto(message: worker_pb2.StartRow) -> RowSpec:
-    return _ROW.from_proto(message)
-
-
 def row_end_to_proto(handle: int, end: RowEnd) -> worker_pb2.RowFinished:
     """A lost row has the reason ENGINE_LOST, which is no error of the tree."""
-    message = worker_pb2.RowFinished(
-        handle=handle,
-        outputs=map(_TENSOR.to_proto, end.outputs),
-        device_us=_microseconds(end.device_s),
-        wait_us=_microseconds(end.wait_s),
-        batch_rows=end.batch_rows,
-        batch_cause=end.batch_cause,
-        stay_us=_microseconds(end.stay_s),
-        window=None if end.window is None else window_to_proto(end.window),
-    )
+    message = _END.to_proto(end, handle=handle)
     if end.lost:
         message.error_reason = ENGINE_LOST
     elif end.error is not None:
@@ -91,14 +95,4 @@ def row_end_from_proto(message: worker_pb2.RowFinished) -> RowEnd:
     error = by_reason(reason, message.error_message) if reason and not lost else None
     if error is not None and message.HasField("deaths"):
         error.metadata["deaths"] = str(message.deaths)
-    return RowEnd(
-        outputs=tuple(map(_TENSOR.from_proto, message.outputs)),
-        error=error,
-        lost=lost,
-        device_s=message.device_us / 1e6,
-        wait_s=message.wait_us / 1e6,
-        batch_rows=message.batch_rows,
-        batch_cause=message.batch_cause,
-        stay_s=message.stay_us / 1e6,
-        window=window_from_proto(message.window) if message.HasField("window") else None,
-    )
+    return _END.from_proto(message, error=error, lost=lost)

@@ -27,7 +27,7 @@ from services.core.fleet import (
 from services.core.generation import Grant, PlaceSpec
 from services.rpc.convert.inference import DIGEST, PRIORITY, TENANT
 from services.rpc.convert.mirror import Mirror, Pair
-from services.rpc.convert.rows import window_from_proto, window_to_proto
+from services.rpc.convert.rows import WINDOW
 from services.rpc.status import by_reason
 
 
@@ -115,17 +115,7 @@ _REPORT: Final = Mirror(
 )
 
 
-_TRIP: Final = Mirror(
-    RowTrip,
-    pb.RowTrip,
-    {
-        "window": Pair(
-            "window",
-            lambda window: None if window is None else window_to_proto(window),
-            lambda message: window_from_proto(message) if message.reached_rows else None,
-        )
-    },
-)
+_TRIP: Final = Mirror(RowTrip, pb.RowTrip, {"window": WINDOW.one("window", unset=True)})
 _EXPLANATION: Final = Mirror(
     RowsExplanation, pb.RowsExplanation, {"priority": PRIORITY, "trips": _TRIP.each("trips")}
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 from msgspec.structs import astuple
 
@@ -20,10 +21,48 @@ from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.generation import StageClock, Usage
-from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
+from services.rpc.convert.inference import PRIORITY
+from services.rpc.convert.mirror import Mirror, Pair
 
 _STAGES = len(StageClock.__struct_fields__) - 1
 _SAMPLINGS = frozenset(SamplingKind)
+
+
+def _sketch_to(sketch: Sketch) -> pb.LatencySketch:
+    low, buckets = sketch.parts
+    return pb.LatencySketch(
+        buckets=buckets.keys(), weights=buckets.values(), low=low, total=sketch.total, most=sketch.most
+    )
+
+
+def _sketch_from(message: pb.LatencySketch) -> Sketch:
+    sketch = latency_sketch()
+    buckets = dict(zip(message.buckets, message.weights, strict=False))
+    sketch.add_parts(message.low, buckets, message.total, message.most)
+    return sketch
+
+
+_SUMS: Final = Mirror(
+    SliSums,
+    pb.SliAmounts,
+    {
+        "ttft": Pair(
+            "ttft",
+            lambda ttft: [
+                pb.PromptSizeSketch(size=size, sketch=_sketch_to(one)) for size, one in ttft.items()
+            ],
+            lambda sizes: {one.size: _sketch_from(one.sketch) for one in sizes},
+        ),
+        "itl": Pair("itl", lambda itl: _sketch_to(itl) if itl.count else None, _sketch_from),
+    },
+)
+_SERIES: Final = Mirror(SliKey, pb.SliSeries, {"arm": Mirror(ArmKey, pb.SliSeries), "priority": PRIORITY})
+_FINISHED: Final = Mirror(
+    FinishedRequest,
+    pb.FinishedRequest,
+    {"priority": PRIORITY, "usage": Mirror(Usage, pb.FinishedRequest, apart=("device_s",))},
+    apart=("clock",),
+)
 
 
 def report_to_proto(report: SliReport) -> pb.SliDelta:
@@ -47,51 +86,21 @@ def report_from_proto(message: pb.SliDelta) -> SliReport:
 
 
 def finished_to_proto(one: FinishedRequest) -> pb.FinishedRequest:
-    return pb.FinishedRequest(
-        request_id=one.request_id,
-        face=one.face,
-        tenant=one.tenant,
-        model=one.model,
-        version_digest=one.version_digest,
-        priority=PRIORITIES[one.priority],
-        reason=one.reason,
-        received_unix_us=one.clock.received_unix_us,
-        stages_us=astuple(one.clock)[1:],
-        prompt_tokens=one.usage.prompt_tokens,
-        cached_tokens=one.usage.cached_tokens,
-        output_tokens=one.usage.output_tokens,
-    )
+    received_unix_us, *stages_us = astuple(one.clock)
+    return _FINISHED.to_proto(one, received_unix_us=received_unix_us, stages_us=stages_us)
 
 
 def _finished_from(message: pb.FinishedRequest) -> FinishedRequest:
-    return FinishedRequest(
-        message.request_id,
-        message.face,
-        message.tenant,
-        message.model,
-        message.version_digest,
-        PRIORITY_OF[message.priority],
-        message.reason,
-        StageClock(message.received_unix_us, *message.stages_us[:_STAGES]),
-        Usage(message.prompt_tokens, message.output_tokens, message.cached_tokens),
-    )
+    clock = StageClock(message.received_unix_us, *message.stages_us[:_STAGES])
+    return _FINISHED.from_proto(message, clock=clock)
 
 
 def series_to_proto(key: SliKey, sums: SliSums) -> pb.SliSeries:
-    return pb.SliSeries(
-        model=key.arm.model,
-        version_digest=key.arm.version_digest,
-        tenant=key.tenant,
-        priority=PRIORITIES[key.priority],
-        zone=key.zone,
-        amounts=_sums_to(sums),
-    )
+    return _SERIES.to_proto(key, amounts=_SUMS.to_proto(sums))
 
 
 def series_from_proto(message: pb.SliSeries) -> tuple[SliKey, SliSums]:
-    arm = ArmKey(message.model, message.version_digest)
-    key = SliKey(arm, message.tenant, PRIORITY_OF[message.priority], message.zone)
-    return key, _sums_from(message.amounts)
+    return _SERIES.from_proto(message), _SUMS.from_proto(message.amounts)
 
 
 def clusters_to_proto(windows: Mapping[GateWindow, Mapping[str, ArmWindow]]) -> Iterator[pb.SliCluster]:
@@ -103,7 +112,7 @@ def clusters_to_proto(windows: Mapping[GateWindow, Mapping[str, ArmWindow]]) -> 
                     step=window.step,
                     version_digest=digest,
                     cluster=cluster,
-                    amounts=_sums_to(sums),
+                    amounts=_SUMS.to_proto(sums),
                 )
 
 
@@ -111,7 +120,7 @@ def windows_from_proto(messages: Iterable[pb.SliCluster]) -> dict[GateWindow, di
     found: dict[GateWindow, dict[str, dict[int, SliSums]]] = {}
     for message in messages:
         arms = found.setdefault(GateWindow(message.model, message.step), {})
-        arms.setdefault(message.version_digest, {})[message.cluster] = _sums_from(message.amounts)
+        arms.setdefault(message.version_digest, {})[message.cluster] = _SUMS.from_proto(message.amounts)
     return {
         window: {digest: ArmWindow(clusters) for digest, clusters in arms.items()}
         for window, arms in found.items()
@@ -137,51 +146,3 @@ def shapes_from_proto(messages: Iterable[pb.TrafficShape]) -> dict[str, TrafficS
             shape = RequestShape(one.input_tokens, one.output_tokens, SamplingKind(one.sampling))
             found.setdefault(one.model, TrafficShapes()).add(shape, one.weight)
     return found
-
-
-def _sums_to(sums: SliSums) -> pb.SliAmounts:
-    return pb.SliAmounts(
-        requests=sums.requests,
-        errors=sums.errors,
-        poisoned=sums.poisoned,
-        started=sums.started,
-        broken=sums.broken,
-        finished=sums.finished,
-        output_tokens=sums.output_tokens,
-        tokens=sums.tokens,
-        device_s=sums.device_s,
-        ttft=[pb.PromptSizeSketch(size=size, sketch=_sketch_to(one)) for size, one in sums.ttft.items()],
-        itl=_sketch_to(sums.itl) if sums.itl.count else None,
-        session_bits=sums.session_bits,
-    )
-
-
-def _sums_from(message: pb.SliAmounts) -> SliSums:
-    return SliSums(
-        requests=message.requests,
-        errors=message.errors,
-        poisoned=message.poisoned,
-        started=message.started,
-        broken=message.broken,
-        finished=message.finished,
-        output_tokens=message.output_tokens,
-        tokens=message.tokens,
-        device_s=message.device_s,
-        ttft={one.size: _sketch_from(one.sketch) for one in message.ttft},
-        itl=_sketch_from(message.itl),
-        session_bits=message.session_bits,
-    )
-
-
-def _sketch_to(sketch: Sketch) -> pb.LatencySketch:
-    low, buckets = sketch.parts
-    return pb.LatencySketch(
-        buckets=buckets.keys(), weights=buckets.values(), low=low, total=sketch.total, most=sketch.most
-    )
-
-
-def _sketch_from(message: pb.LatencySketch) -> Sketch:
-    sketch = latency_sketch()
-    buckets = dict(zip(message.buckets, message.weights, strict=False))
-    sketch.add_parts(message.low, buckets, message.total, message.most)
-    return sketch

@@ -31,27 +31,22 @@ from services.rpc.convert.inference import (
     FINISH_REASONS,
     FINISH_REASONS_BACK,
     LOGPROBS,
-    PRIORITIES,
-    PRIORITY_OF,
+    PRIORITY,
     constraint_from_proto,
     constraint_to_proto,
     timestamp,
     token_logprobs,
 )
-from services.rpc.convert.mirror import Mirror, Pair
+from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
+from services.rpc.convert.times import seconds_of
 
-NOT_ADMITTED_REASONS: Final = {
-    reason: worker_pb2.NotAdmittedReason.Value(f"NOT_ADMITTED_REASON_{reason.name}")
-    for reason in NotAdmittedReason
-}
-VERSION_STATES: Final = {
-    state: worker_pb2.VersionState.Value(f"VERSION_STATE_{state.name}") for state in VersionState
-}
-_LOSS_CAUSES: Final = {cause: worker_pb2.LossCause.Value(f"LOSS_CAUSE_{cause.name}") for cause in LossCause}
+NOT_ADMITTED_REASONS: Final = numbers_of(NotAdmittedReason, worker_pb2.NotAdmittedReason)
+VERSION_STATES: Final = numbers_of(VersionState, worker_pb2.VersionState)
+_LOSS_CAUSES: Final = numbers_of(LossCause, worker_pb2.LossCause)
 _LOSS_CAUSE_OF: Final = {value: key for key, value in _LOSS_CAUSES.items()}
-_STEP_ROLES: Final = {role: worker_pb2.StepRole.Value(f"STEP_ROLE_{role.name}") for role in StepRole}
+_STEP_ROLES: Final = numbers_of(StepRole, worker_pb2.StepRole)
 _STEP_ROLE_OF: Final = {value: key for key, value in _STEP_ROLES.items()}
 _NOT_ADMITTED_OF: Final = {value: key for key, value in NOT_ADMITTED_REASONS.items()}
 Value = TypeVar("Value")
@@ -87,82 +82,89 @@ _END: Final = Mirror(
 # --- starting ------------------------------------------------------------------------------------
 
 
+def _time_left(seconds: float | None) -> Duration | None:
+    if seconds is None:
+        return None
+    found = Duration()
+    found.FromNanoseconds(max(0, round(seconds * 1e9)))
+    return found
+
+
+_START: Final = Mirror(
+    StartSpec,
+    worker_pb2.StartSequence,
+    {"time_left_s": Pair("time_left", _time_left, lambda left: left.ToNanoseconds() / 1e9, unset=True)},
+    apart=("generation", "grant"),
+)
+_GENERATION: Final = Mirror(
+    GenerationSpec,
+    worker_pb2.StartSequence,
+    {
+        "prompt": Mirror(
+            Prompt,
+            worker_pb2.StartSequence,
+            {"ids": Pair("prompt_ids", read=list)},
+        ),
+        "limits": Mirror(
+            OutputLimits,
+            worker_pb2.StartSequence,
+            {
+                "max_tokens": Pair("max_output_tokens"),
+                "min_tokens": Pair("min_output_tokens"),
+                "spelled_ids": Pair("spelled_token_ids"),
+            },
+        ),
+        "priority": PRIORITY,
+    },
+    # Model and version are implied by the grant; the gateway alone uses the others.
+    apart=(
+        "model",
+        "version_digest",
+        "sampling",
+        "choices",
+        "session_key",
+        "step",
+        "form",
+        "constrained_form",
+    ),
+)
+_SAMPLING: Final = Mirror(
+    Sampling,
+    common_pb2.Sampling,
+    {"logit_bias": Pair("logit_bias", dict, lambda bias: tuple(sorted(bias.items())))},
+    apart=("logprobs", "prompt_logprobs", "constraint"),
+)
+_FALLBACK: Final = Mirror(FallbackGrant, worker_pb2.FallbackGrant, apart=("worker_id", "address"))
+
+
 def start_to_proto(handle: int, spec: StartSpec) -> worker_pb2.StartSequence:
-    generation, grant = spec.generation, spec.grant
-    prompt, limits, constraint = generation.prompt, generation.limits, generation.sampling.constraint
-    message = worker_pb2.StartSequence(
+    grant, sampling = spec.grant, spec.generation.sampling
+    constraint = sampling.constraint
+    message = _GENERATION.to_proto(
+        spec.generation,
         handle=handle,
-        request_id=generation.request_id,
-        choice=spec.choice,
-        tenant_id=spec.tenant_id,
-        prompt_ids=prompt.ids,
-        produced_ids=spec.produced_ids,
-        delivered_chars=spec.delivered_chars,
-        sampling=sampling_to_proto(generation.sampling),
-        max_output_tokens=limits.max_tokens,
-        min_output_tokens=limits.min_tokens,
-        stop=limits.stop,
-        stop_token_ids=limits.stop_token_ids,
-        logprobs=generation.sampling.logprobs,
-        ignore_eos=limits.ignore_eos,
-        priority=PRIORITIES[generation.priority],
-        initial_credit_tokens=spec.initial_credit_tokens,
-        route_revision=generation.route_revision,
-        traceparent=spec.traceparent,
-        prefix_hashes=prompt.prefix_hashes,
-        prefix_root=prompt.prefix_root,
-        apart_tokens=spec.apart_tokens,
-        embed=spec.embed,
-        spelled_token_ids=limits.spelled_ids,
-        prompt_logprobs=generation.sampling.prompt_logprobs,
+        sampling=_SAMPLING.to_proto(
+            sampling, constraint=None if constraint is None else constraint_to_proto(constraint)
+        ),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         exact_constraint=constraint is not None and constraint.exact,
-        scored_tokens=spec.scored_tokens,
-        continues_prompt=generation.continues_prompt,
+        **_START.as_fields(spec),
     )
     if isinstance(grant, FallbackGrant):
-        message.fallback.CopyFrom(_fallback_to_proto(grant))
+        message.fallback.CopyFrom(_FALLBACK.to_proto(grant))
     else:
         message.grant.CopyFrom(grant_to_proto(grant))
-    if spec.time_left_s is not None:
-        message.time_left.FromNanoseconds(max(0, round(spec.time_left_s * 1e9)))
     return message
 
 
 def start_from_proto(message: worker_pb2.StartSequence) -> StartSpec:
     """Return the start. Raises InvalidInput for a start without a grant of either kind."""
     grant = _admission_from_proto(message)
-    generation = GenerationSpec(
-        request_id=message.request_id,
-        model="",  # implied by the version
-        version_digest=grant.version_digest,
-        route_revision=message.route_revision,
-        prompt=Prompt(list(message.prompt_ids), tuple(message.prefix_hashes), message.prefix_root),
-        sampling=sampling_from_proto(message),
-        limits=OutputLimits(
-            message.max_output_tokens,
-            message.min_output_tokens,
-            tuple(message.stop),
-            tuple(message.stop_token_ids),
-            message.ignore_eos,
-            tuple(message.spelled_token_ids),
-        ),
-        priority=PRIORITY_OF[message.priority],
-        continues_prompt=message.continues_prompt,
+    generation = _GENERATION.from_proto(
+        message, model="", version_digest=grant.version_digest, sampling=_sampling_from_proto(message)
     )
-    return StartSpec(
-        generation=generation,
-        choice=message.choice,
-        tenant_id=message.tenant_id,
-        grant=grant,
-        initial_credit_tokens=message.initial_credit_tokens,
-        produced_ids=tuple(message.produced_ids),
-        delivered_chars=message.delivered_chars,
-        embed=message.embed,
-        scored_tokens=message.scored_tokens,
-        time_left_s=_seconds(message.time_left) if message.HasField("time_left") else None,
-        traceparent=message.traceparent,
-        apart_tokens=message.apart_tokens,
-    )
+    return _START.from_proto(message, generation=generation, grant=grant)
 
 
 def _admission_from_proto(message: worker_pb2.StartSequence) -> AnyGrant:
@@ -170,60 +172,19 @@ def _admission_from_proto(message: worker_pb2.StartSequence) -> AnyGrant:
         case "grant":
             return grant_from_proto(message.grant)
         case "fallback":
-            fallback = message.fallback
-            return FallbackGrant(
-                worker_id="",
-                address="",
-                incarnation=fallback.incarnation,
-                last_epoch=fallback.last_epoch,
-                kv_blocks=fallback.kv_blocks,
-                version_digest=fallback.version_digest,
-            )
+            return _FALLBACK.from_proto(message.fallback, worker_id="", address="")
     raise InvalidInput("a start needs a grant", field="admission")
 
 
-def _fallback_to_proto(grant: FallbackGrant) -> worker_pb2.FallbackGrant:
-    return worker_pb2.FallbackGrant(
-        incarnation=grant.incarnation,
-        last_epoch=grant.last_epoch,
-        kv_blocks=grant.kv_blocks,
-        version_digest=grant.version_digest,
-    )
-
-
-def sampling_to_proto(params: Sampling) -> common_pb2.Sampling:
-    return common_pb2.Sampling(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
-        constraint=None if params.constraint is None else constraint_to_proto(params.constraint),
-    )
-
-
-def sampling_from_proto(start: worker_pb2.StartSequence) -> Sampling:
-    """Every field that is absent has the default of ``Sampling``."""
+def _sampling_from_proto(start: worker_pb2.StartSequence) -> Sampling:
     message, constraint = start.sampling, None
     if message.HasField("constraint"):
         constraint = replace(constraint_from_proto(message.constraint), exact=start.exact_constraint)
-    return Sampling(
-        seed=message.seed,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
+    return _SAMPLING.from_proto(
+        message,
         logprobs=start.logprobs if start.HasField("logprobs") else None,
-        constraint=constraint,
         prompt_logprobs=start.prompt_logprobs if start.HasField("prompt_logprobs") else None,
+        constraint=constraint,
     )
 
 
@@ -291,27 +252,14 @@ def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
     return _END.from_proto(message)
 
 
-def version_to_proto(version: LoadedVersion) -> worker_pb2.LoadedVersion:
-    """The engine's live numbers are added by the caller."""
-    return worker_pb2.LoadedVersion(
-        deployment=version.deployment,
-        model=version.model,
-        version_digest=version.version_digest,
-        state=VERSION_STATES[version.state],
-        message=version.message,
-        progress_ratio=version.progress_ratio,
-        kv_blocks_total=version.kv_blocks_total,
-        engine_restarts=version.engine_restarts,
-        reason=version.reason,
-        failed_attempts=version.failed_attempts,
-        retry_time=timestamp(version.retry_unix_s) if version.retry_unix_s else None,
-        weight_bytes=version.weight_bytes,
-        kv_bytes=version.kv_bytes,
-        needed_bytes=version.needed_bytes,
-        working_bytes=version.working_bytes,
-        spare_bytes=version.spare_bytes,
-    )
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToNanoseconds() / 1e9
+# The engine's live numbers are added by the caller.
+_LOADED: Final = Mirror(
+    LoadedVersion,
+    worker_pb2.LoadedVersion,
+    {
+        "state": enum_pair("state", VERSION_STATES),
+        "retry_unix_s": Pair("retry_time", timestamp, seconds_of, unset=True),
+    },
+    apart=("block_size", "max_model_len"),
+)
+version_to_proto: Final = _LOADED.to_proto

@@ -1,73 +1,16 @@
-"""A row and its end arrive as they were sent."""
+"""Errors, times and bounds of rows on the wire."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 
 from fairway.v1 import worker_pb2
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, PoisonedInput, QueueFull
-from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
+from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.records import Priority
 from services.rpc import bounds
 from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto, row_from_proto, row_to_proto
-
-short = st.text(st.characters(codec="utf-8"), max_size=8)
-uint64 = st.integers(0, 2**64 - 1)
-tensors = st.lists(
-    st.builds(
-        RawTensor,
-        name=short,
-        datatype=st.sampled_from(["FP32", "INT64"]),
-        shape=st.lists(st.integers(0, 2**30), max_size=3).map(tuple),
-        data=st.binary(max_size=16),
-    ),
-    max_size=3,
-).map(tuple)
-micros = st.integers(0, 2**40).map(lambda us: us / 1e6)
-rows = st.builds(
-    RowSpec,
-    request_id=short,
-    row=st.integers(0, 65535),
-    tenant_id=short,
-    version_digest=short,
-    inputs=tensors,
-    priority=st.sampled_from(Priority),
-    route_revision=uint64,
-    incarnation=uint64,
-    epoch=uint64,
-    time_left_s=st.integers(0, 86_400 * 64).map(lambda parts: parts / 64),  # exact as nanoseconds too
-    traceparent=short,
-    target_s=st.integers(0, 3_600_000).map(lambda ms: ms / 1000),
-    waited_s=st.integers(0, 86_400_000).map(lambda ms: ms / 1000),
-)
-ends = st.builds(
-    RowEnd,
-    outputs=tensors,
-    lost=st.booleans(),
-    device_s=micros,
-    wait_s=micros,
-    batch_rows=st.integers(0, 2**32 - 1),
-    batch_cause=short,
-)
-
-
-@settings(deadline=None)
-@given(uint64, rows)
-def test_a_row_arrives_as_it_was_sent(handle: int, spec: RowSpec) -> None:
-    message = worker_pb2.StartRow.FromString(row_to_proto(handle, spec).SerializeToString())
-    assert message.handle == handle
-    assert row_from_proto(message) == spec
-
-
-@settings(deadline=None)
-@given(uint64, ends)
-def test_the_end_of_a_row_arrives_as_it_was_sent(handle: int, end: RowEnd) -> None:
-    message = worker_pb2.RowFinished.FromString(row_end_to_proto(handle, end).SerializeToString())
-    assert message.handle == handle
-    assert row_end_from_proto(message) == end
 
 
 @pytest.mark.parametrize("kind", [InvalidInput, QueueFull, DeadlineUnmeetable, PoisonedInput])

@@ -12,7 +12,6 @@ from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import (
-    Granted,
     PlacementFrame,
     PlacementRefused,
     PoolMember,
@@ -138,13 +137,6 @@ def test_a_placement_survives_and_is_within_bounds(number: int, spec: PlaceSpec)
     assert convert.place_from_proto(wire) == (number, spec)
 
 
-@given(number=U64, grant=grants)
-def test_a_grant_survives(number: int, grant: Grant) -> None:
-    frame = convert.frame_from_proto(convert.frame_to_proto(PlacementFrame(9, (Granted(number, grant),))), 9)
-    assert frame.epoch == 9
-    assert frame.outcomes == (Granted(number, grant),)
-
-
 @given(snapshot=reports)
 def test_a_report_survives_and_is_within_bounds(snapshot: ReportSnapshot) -> None:
     message = convert.report_to_proto(snapshot, 3, full=True)
@@ -215,10 +207,3 @@ def test_explanations_survive_and_are_within_bounds() -> None:
     assert convert.explained_from_proto(wire) == {"req_1": found, "req_2": None}
     frame = PlacementFrame(5, questions=("req_1",))
     assert convert.frame_from_proto(convert.frame_to_proto(frame), 5) == frame
-
-
-@given(st.lists(leases, max_size=3).map(tuple))
-def test_leases_survive(found: tuple[SlotLease, ...]) -> None:
-    message = convert.frame_to_proto(PlacementFrame(5, leases=found))
-    wire = scheduler_pb2.ConnectResponse.FromString(message.SerializeToString())
-    assert convert.frame_from_proto(wire, 5) == PlacementFrame(5, leases=found)

@@ -27,14 +27,13 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
-from services.core.records import LoadedVersion, Priority, VersionState
+from services.core.records import Priority
 from services.ports.streams.worker_stream import StepFrame
 from services.rpc.convert.worker import (
     frame_from_proto,
     frame_to_proto,
     start_from_proto,
     start_to_proto,
-    version_to_proto,
 )
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -208,11 +207,3 @@ def test_unknown_reasons_are_refused() -> None:
         frame_from_proto(worker_pb2.ExecuteResponse(finished=[worker_pb2.SequenceFinished(handle=1)]))
     with pytest.raises(InvalidInput):
         frame_from_proto(worker_pb2.ExecuteResponse(not_admitted=[worker_pb2.NotAdmitted(handle=1)]))
-
-
-@pytest.mark.parametrize("state", list(VersionState))
-def test_every_state_has_its_enum(state: VersionState) -> None:
-    message = version_to_proto(LoadedVersion("d", "m", "sha256:x", state, "why", 0.5, 7, engine_restarts=2))
-    assert worker_pb2.VersionState.Name(message.state) == f"VERSION_STATE_{state.name}"
-    assert (message.message, message.progress_ratio, message.kv_blocks_total) == ("why", 0.5, 7)
-    assert message.engine_restarts == 2
