@@ -68,5 +68,5 @@ def _one(field: Any) -> st.SearchStrategy[Any]:
         case FieldDescriptor.TYPE_BYTES:
             return st.binary(max_size=4)
         case FieldDescriptor.TYPE_FLOAT | FieldDescriptor.TYPE_DOUBLE:
-            return st.integers(0, 64 * int(min(most, 1000))).map(lambda parts: parts / 64)
+            return st.integers(0, 100 * int(min(most, 1000))).map(lambda parts: parts / 100)
     return st.integers(0, int(min(most, _INTEGERS[field.type])))

@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError, Message
+from msgspec.structs import replace
 
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import opened, sealed
@@ -22,19 +23,12 @@ from services.controlplane.usage.policy.lines import Amounts, Line, Lines, Sourc
 from services.core.errors import InvalidInput
 from services.core.usage import UsageEvent
 from services.rpc import bounds
-from services.rpc.convert.usage import (
-    event_from_proto,
-    event_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
-    tokens_from_proto,
-    tokens_to_proto,
-)
+from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
+from services.rpc.convert.usage import SEQUENCE, TOKENS, event_from_proto, event_to_proto
 
-SOURCES: Final = {source: pb.UsageSource.Value(f"USAGE_SOURCE_{source.name}") for source in Source}
+SOURCES: Final = numbers_of(Source, pb.UsageSource)
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-_SOURCES_BACK: Final = {number: source for source, number in SOURCES.items()}
 # Of a block: few enough that little is lost with it. An event has below 9 KiB, the sequences of an open
 # request below 600 KiB.
 _EVENTS: Final = 16
@@ -64,14 +58,7 @@ def segment_to_bytes(segment: Segment) -> bytes:
     ends = [pb.UsageSegment.Last(source=source, last=last) for source, last in lasts.items()]
     head.lasts.extend(ends[:_EVENTS])
     about = [_encoded(head), *_blocks(pb.UsageSegment, "lasts", ends[_EVENTS:])]
-    charged = [
-        pb.ChargedRequest(
-            request_id=charge.request_id,
-            tokens=tokens_to_proto(charge.usage),
-            list_micros=charge.list_micros,
-        )
-        for charge in segment.charges
-    ]
+    charged = map(_CHARGE.to_proto, segment.charges)
     batches = [part for batch in segment.batches for part in _batches_to(batch)]
     return sealed(
         [
@@ -117,7 +104,10 @@ def segment_from_bytes(data: bytes, number: int) -> Read[Segment]:
 
 
 def hour_to_bytes(lines: Lines) -> bytes:
-    rows = [pb.UsageRow(line=_line_to(line), amounts=_amounts_to(amounts)) for line, amounts in lines.items()]
+    rows = [
+        pb.UsageRow(line=_LINE.to_proto(line), amounts=_amounts_to(amounts))
+        for line, amounts in lines.items()
+    ]
     return sealed(list(_blocks(pb.UsageHour, "rows", rows)))
 
 
@@ -125,7 +115,10 @@ def hour_from_bytes(data: bytes) -> Read[Lines]:
     """Return the lines that can be read."""
     message, problems = _parsed(pb.UsageHour, data)
     rows = _kept(
-        message.rows, lambda row: (_line_from(row.line), _amounts_from(row.amounts)), problems, "row"
+        message.rows,
+        lambda row: (_LINE.from_proto(row.line), _AMOUNTS.from_proto(row.amounts)),
+        problems,
+        "row",
     )
     return Read(dict(rows), "; ".join(problems))
 
@@ -191,7 +184,7 @@ def _checked_event(message: pb.UsageEvent) -> UsageEvent:
 
 
 def _checked_charge(message: pb.ChargedRequest) -> Charge:
-    charge = Charge(message.request_id, tokens_from_proto(message.tokens), message.list_micros)
+    charge = _CHARGE.from_proto(message)
     if max(charge.list_micros, charge.usage.prompt_tokens, charge.usage.output_tokens) > _MAX_CHARGE:
         raise InvalidInput("its amounts are beyond any request's")
     return charge
@@ -227,80 +220,19 @@ def _encoded(message: Message) -> bytes:
 
 
 def _open_to(request_id: str, found: Open) -> pb.OpenRequest:
-    return pb.OpenRequest(
-        request_id=request_id,
-        booked_unix_ms=_ms(found.reported_s),
-        ended_unix_ms=_ms(found.ended_s),
-        line=None if found.line is None else _line_to(found.line),
-        amounts=_amounts_to(found.booked),
-        sequences=map(sequence_to_proto, found.sequences),
-        charged=None if found.charged is None else tokens_to_proto(found.charged),
-    )
+    return _OPEN.to_proto(found, request_id=request_id)
 
 
 def _open_from(message: pb.OpenRequest, lines: dict[Line, Line]) -> Open:
-    line = _line_from(message.line) if message.HasField("line") else None
-    return Open(
-        reported_s=message.booked_unix_ms / 1000,
-        ended_s=message.ended_unix_ms / 1000,
-        line=None if line is None else lines.setdefault(line, line),
-        booked=_amounts_from(message.amounts),
-        sequences=tuple(map(sequence_from_proto, message.sequences)),
-        charged=tokens_from_proto(message.charged) if message.HasField("charged") else None,
-    )
-
-
-def _line_to(line: Line) -> pb.UsageLine:
-    return pb.UsageLine(
-        hour=line.hour,
-        tenant=line.tenant,
-        key_id=line.key_id,
-        user=line.user,
-        model=line.model,
-        version_digest=line.version_digest,
-        labels=dict(line.labels),
-        source=SOURCES[line.source],
-    )
-
-
-def _line_from(message: pb.UsageLine) -> Line:
-    return Line(
-        hour=message.hour,
-        tenant=message.tenant,
-        key_id=message.key_id,
-        user=message.user,
-        model=message.model,
-        version_digest=message.version_digest,
-        labels=tuple(sorted(message.labels.items())),
-        source=_SOURCES_BACK[message.source],
-    )
+    found = _OPEN.from_proto(message)
+    return found if found.line is None else replace(found, line=lines.setdefault(found.line, found.line))
 
 
 def _amounts_to(amounts: Amounts) -> pb.UsageAmounts:
     if amounts != (fitting := amounts.bounded()):
         log.error("usage.sum_too_large", amounts=repr(amounts))
         amounts = fitting
-    return pb.UsageAmounts(
-        requests=amounts.requests,
-        prompt_tokens=amounts.prompt_tokens,
-        cached_tokens=amounts.cached_tokens,
-        output_tokens=amounts.output_tokens,
-        device_us=amounts.device_us,
-        list_micros=amounts.list_micros,
-        measured_nanos=amounts.measured_nanos,
-    )
-
-
-def _amounts_from(message: pb.UsageAmounts) -> Amounts:
-    return Amounts(
-        message.requests,
-        message.prompt_tokens,
-        message.cached_tokens,
-        message.output_tokens,
-        message.device_us,
-        message.list_micros,
-        message.measured_nanos,
-    )
+    return _AMOUNTS.to_proto(amounts)
 
 
 def _parsed(kind: Callable[[], M], data: bytes) -> tuple[M, list[str]]:
@@ -319,3 +251,31 @@ def _parsed(kind: Callable[[], M], data: bytes) -> tuple[M, list[str]]:
 
 def _ms(unix_s: float) -> int:
     return round(unix_s * 1000)
+
+
+def _moment(name: str) -> Pair:
+    return Pair(name, _ms, lambda ms: ms / 1000)
+
+
+_LINE: Final = Mirror(
+    Line,
+    pb.UsageLine,
+    {
+        "labels": Pair("labels", dict, lambda labels: tuple(sorted(labels.items()))),
+        "source": enum_pair("source", SOURCES),
+    },
+)
+_CHARGE: Final = Mirror(Charge, pb.ChargedRequest, {"usage": TOKENS.one("tokens")})
+_AMOUNTS: Final = Mirror(Amounts, pb.UsageAmounts)
+_OPEN: Final = Mirror(
+    Open,
+    pb.OpenRequest,
+    {
+        "reported_s": _moment("booked_unix_ms"),
+        "ended_s": _moment("ended_unix_ms"),
+        "line": _LINE.one("line", unset=True),
+        "booked": Pair("amounts", _amounts_to, _AMOUNTS.from_proto),
+        "sequences": SEQUENCE.each("sequences"),
+        "charged": TOKENS.one("charged", unset=True),
+    },
+)

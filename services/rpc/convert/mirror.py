@@ -24,7 +24,7 @@ class Pair:
     name: str
     write: Callable[[Any], Any] | None = None  # None: as it is
     read: Callable[[Any], Any] | None = None
-    unset: bool = False  # the value's default is an unset field, both ways
+    unset: bool = False  # the value's default is not written
     zero: bool = False  # 0 or an empty text in a message is the value's default
     unread: bool = False  # written alone: messages of clients do not decide it
 
@@ -37,8 +37,7 @@ class Mirror(Generic[V, M]):
     ``from_proto`` by name where it has no default. The message may have more; ``to_proto`` takes them. A pair
     that is a mirror of the same message lays the fields of its value beside the others.
 
-    A repeated field is read as a tuple and a map as a dict; an absent optional number or text is read as the
-    value's default.
+    A repeated field is read as a tuple and a map as a dict; an absent field is read as the value's default.
 
     All functions are compiled once from the names of the fields, as dataclasses compile their constructors:
     they are on the path of every placement.
@@ -120,7 +119,7 @@ class Mirror(Generic[V, M]):
             return code
         if pair.zero:
             return f"({code} or {self._use(default)}())"
-        if pair.unset or (field.has_presence and field.message_type is None):
+        if field.has_presence:
             return f"({code} if it.HasField({pair.name!r}) else {self._use(default)}())"
         return code
 

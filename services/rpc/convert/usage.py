@@ -19,7 +19,7 @@ def _moment(name: str) -> Pair:
     return Pair(name, _ms, lambda ms: ms / 1000)
 
 
-_TOKENS: Final = Mirror(
+TOKENS: Final = Mirror(
     Usage,
     pb.TokenCounts,
     {
@@ -30,15 +30,11 @@ _TOKENS: Final = Mirror(
     apart=("device_s",),
 )
 _ENDED: Final = {"ended_unix_s": _moment("ended_unix_ms")}
-_SEQUENCE: Final = Mirror(SequenceDeviceUse, pb.SequenceUse, {**_ENDED, "usage": _TOKENS.one("tokens")})
+SEQUENCE: Final = Mirror(SequenceDeviceUse, pb.SequenceUse, {**_ENDED, "usage": TOKENS.one("tokens")})
 _REQUEST: Final = Mirror(
-    RequestUsage, pb.SettledRequest, {**_ENDED, "usage": _TOKENS.one("tokens")}, apart=("budgeted",)
+    RequestUsage, pb.SettledRequest, {**_ENDED, "usage": TOKENS.one("tokens")}, apart=("budgeted",)
 )
 _DEVICE: Final = Mirror(DeviceInterval, pb.DeviceTime, {**_ENDED, "began_unix_s": _moment("began_unix_ms")})
-tokens_to_proto: Final = _TOKENS.to_proto
-tokens_from_proto: Final = _TOKENS.from_proto
-sequence_to_proto: Final = _SEQUENCE.to_proto
-sequence_from_proto: Final = _SEQUENCE.from_proto
 
 
 def event_to_proto(event: UsageEvent) -> pb.UsageEvent:
@@ -46,7 +42,7 @@ def event_to_proto(event: UsageEvent) -> pb.UsageEvent:
         case RequestUsage():
             return pb.UsageEvent(request=_REQUEST.to_proto(event))
         case SequenceDeviceUse():
-            return pb.UsageEvent(sequence=_SEQUENCE.to_proto(event))
+            return pb.UsageEvent(sequence=SEQUENCE.to_proto(event))
         case DeviceInterval():
             return pb.UsageEvent(device=_DEVICE.to_proto(event))
 
@@ -58,7 +54,7 @@ def event_from_proto(message: pb.UsageEvent) -> UsageEvent:
         case "request":
             event: UsageEvent = _REQUEST.from_proto(message.request)
         case "sequence":
-            event = _SEQUENCE.from_proto(message.sequence)
+            event = SEQUENCE.from_proto(message.sequence)
         case "device":
             event = _DEVICE.from_proto(message.device)
         case _:
