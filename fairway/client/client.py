@@ -187,7 +187,7 @@ class Client:
             lambda stub, *, timeout, metadata: stub.CountTokens(request, timeout=timeout, metadata=metadata),
             self._timeout_s(timeout_s),
         )
-        return TokenCount(answer.model, answer.version_digest, answer.prompt_tokens)
+        return convert.token_count(answer)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
         """Return the models that the key may use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
@@ -27,11 +28,14 @@ from fairway.client.values import (
     Regex,
     ServedModel,
     StageClock,
+    TokenCount,
     TokenLogprobs,
     Tokens,
+    Tool,
     Usage,
 )
 from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText, ToolCall
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
@@ -55,16 +59,8 @@ _TOOL_MODES: Final = {
     "required": pb.TOOL_MODE_REQUIRED,
 }
 _MAX_TIMEOUT_S: Final = 86_400
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-)
+_OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")  # of a chat
+_SAMPLED: Final = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
 
 
 def generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
@@ -73,7 +69,6 @@ def generation(model: str, source: Input, options: Options, idempotency_key: str
     found = _generation(model, source, options, idempotency_key)
     if options.parts and not found.HasField("chat"):
         raise ValueError("only a chat has an output in parts: pass messages")
-    found.parts = options.parts
     if options.tools:
         _set_tools(found, options)
     return found
@@ -83,11 +78,7 @@ def _set_tools(found: pb.Generation, options: Options) -> None:
     if not found.HasField("chat"):
         raise ValueError("tools are offered in a chat: pass messages")
     found.parts = True
-    for tool in options.tools:
-        schema = "" if tool.parameters is None else json.dumps(tool.parameters, ensure_ascii=False)
-        found.chat.tools.add(
-            name=tool.name, description=tool.description, parameters=schema, strict=tool.strict
-        )
+    found.chat.tools.extend(map(_TOOL.to_proto, options.tools))
     choice = found.tool_choice
     named = options.tool_choice not in _TOOL_MODES
     choice.single = named or not options.parallel_tool_calls
@@ -97,26 +88,12 @@ def _set_tools(found: pb.Generation, options: Options) -> None:
 
 
 def _generation(model: str, source: Input, options: Options, idempotency_key: str) -> pb.Generation:
-    optional: dict[str, Any] = {
-        "max_output_tokens": options.max_output_tokens,
-        "logprobs": options.logprobs,
-        "prompt_logprobs": options.prompt_logprobs,
-        "choices": options.choices if options.choices != 1 else None,
-        "priority": PRIORITIES[options.priority] if options.priority is not None else None,
-    }
-    return pb.Generation(
+    return _GENERATION.to_proto(
+        options,
         model=model,
         **_input(source),
-        sampling=_sampling(options),
-        min_output_tokens=options.min_output_tokens,
-        stop=options.stop,
-        stop_token_ids=options.stop_token_ids,
-        session_key=options.session_key,
-        user=options.user,
-        ignore_eos=options.ignore_eos,
-        version=options.version,
+        sampling=_SAMPLING.to_proto(options),
         idempotency_key=idempotency_key,
-        **{name: value for name, value in optional.items() if value is not None},
     )
 
 
@@ -129,39 +106,6 @@ def duration(seconds: float) -> Duration:
     found = Duration()
     found.FromMilliseconds(max(1, round(min(seconds, _MAX_TIMEOUT_S) * 1000)))
     return found
-
-
-def accepted(message: pb.Accepted) -> Accepted:
-    return Accepted(
-        request_id=message.request_id,
-        model=message.model,
-        version_digest=message.version_digest,
-        route_revision=message.route_revision,
-        seed=message.seed,
-        prompt_tokens=message.prompt_tokens,
-        replayed=message.replayed,
-        degradations=tuple(map(_degradation, message.degradations)),
-    )
-
-
-def _degradation(message: pb.Degradation) -> Degradation:
-    try:
-        name = pb.DegradationKind.Name(message.kind)
-    except ValueError:  # a kind of a newer server
-        name = str(message.kind)
-    kind = name.removeprefix("DEGRADATION_KIND_").lower()
-    return Degradation(kind, message.original, message.applied, message.pressure_ratio)
-
-
-def tokens(message: pb.TokenChunk) -> Tokens:
-    return Tokens(
-        message.choice,
-        message.offset,
-        tuple(message.ids),
-        message.text,
-        _logprobs(message.logprobs),
-        _parts(message.parts),
-    )
 
 
 def frame(message: common.TokenFrame, choice_bits: int) -> list[tuple[int, Tokens]]:
@@ -186,39 +130,6 @@ def frame(message: common.TokenFrame, choice_bits: int) -> list[tuple[int, Token
     return found
 
 
-def usage(message: common.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.output_tokens, message.cached_tokens, message.device_us / 1e6)
-
-
-def finished(message: pb.Finished) -> Finished:
-    clock = message.clock
-    return Finished(
-        choices=tuple(
-            ChoiceResult(
-                choice=one.choice,
-                finish_reason=_FINISH_REASONS.get(one.finish_reason, FinishReason.OTHER),
-                stop=one.stop,
-                output_tokens=one.output_tokens,
-                parts=_parts(one.parts),
-            )
-            for one in message.choices
-        ),
-        usage=usage(message.usage),
-        clock=StageClock(
-            received_unix_us=clock.received_unix_us,
-            validate_s=clock.validate_us / 1e6,
-            admit_s=clock.admit_us / 1e6,
-            queue_s=clock.queue_us / 1e6,
-            dispatch_s=clock.dispatch_us / 1e6,
-            engine_wait_s=clock.engine_wait_us / 1e6,
-            prefill_s=clock.prefill_us / 1e6,
-            decode_s=clock.decode_us / 1e6,
-            send_s=clock.send_us / 1e6,
-        ),
-        resumes=message.resumes,
-    )
-
-
 def completion(message: pb.CompleteResponse) -> Completion:
     end = finished(message.finished)
     results = {one.choice: one for one in end.choices}
@@ -232,7 +143,7 @@ def completion(message: pb.CompleteResponse) -> Completion:
                 results.get(one.choice) or ChoiceResult(one.choice, FinishReason.OTHER, "", len(one.ids)),
                 content=one.answer.content if one.HasField("answer") else one.text,
                 reasoning=one.answer.reasoning,
-                calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in one.answer.tool_calls),
+                calls=tuple(map(_CALL.from_proto, one.answer.tool_calls)),
             )
             for one in message.choices
         ),
@@ -265,16 +176,6 @@ def completed_choice(
     )
 
 
-def served_model(message: pb.ServedModel) -> ServedModel:
-    return ServedModel(
-        name=message.name,
-        version_digest=message.version_digest,
-        max_context_tokens=message.max_context_tokens,
-        ready_replicas=message.ready_replicas,
-        created_unix_s=message.created_unix_s,
-    )
-
-
 def _logprobs(messages: Sequence[common.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
         TokenLogprobs(
@@ -298,14 +199,8 @@ def _parts(messages: Sequence[common.OutputPart]) -> tuple[OutputPart, ...]:
             case "reasoning":
                 found.append(ReasoningText(one.reasoning))
             case "call":
-                found.append(CallDelta(one.call.index, one.call.id, one.call.name, one.call.arguments))
+                found.append(_DELTA.from_proto(one.call))
     return tuple(found)
-
-
-def _sampling(options: Options) -> common.Sampling:
-    chosen = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
-    constraint = None if options.constraint is None else _constraint(options.constraint)
-    return common.Sampling(logit_bias=options.logit_bias, constraint=constraint, **chosen)
 
 
 def _constraint(constraint: Constraint) -> common.Constraint:
@@ -326,21 +221,77 @@ def _input(source: Input) -> dict[str, Any]:
     if not source:
         raise ValueError("the input is an empty list: pass a text, messages or token ids")
     if all(isinstance(one, Message) for one in source):
-        messages = [
-            pb.ChatMessage(
-                role=one.role,
-                content=one.content,
-                name=one.name,
-                tool_call_id=one.tool_call_id,
-                tool_calls=[
-                    pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
-                    for call in one.tool_calls
-                ],
-            )
-            for one in source
-            if isinstance(one, Message)
-        ]
-        return {"chat": pb.Chat(messages=messages)}
+        return {"chat": pb.Chat(messages=map(_MESSAGE.to_proto, source))}
     if all(isinstance(one, int) for one in source):
         return {"token_ids": pb.TokenIds(ids=[one for one in source if isinstance(one, int)])}
     raise TypeError("the input is neither a text nor a list of Message or of int alone")
+
+
+def _degradation(number: int) -> str:
+    try:
+        name = pb.DegradationKind.Name(number)  # type: ignore[arg-type]
+    except ValueError:  # a kind of a newer server
+        name = str(number)
+    return name.removeprefix("DEGRADATION_KIND_").lower()
+
+
+def _in_seconds(stage: str) -> Pair:
+    return Pair(f"{stage}_us", read=lambda us: us / 1e6)
+
+
+_CALL: Final = Mirror(ToolCall, pb.ToolCall)
+_DELTA: Final = Mirror(CallDelta, common.ToolCallDelta)
+_MESSAGE: Final = Mirror(Message, pb.ChatMessage, {"tool_calls": _CALL.each("tool_calls")})
+_TOOL: Final = Mirror(
+    Tool,
+    pb.Tool,
+    {"parameters": Pair("parameters", lambda schema: json.dumps(schema, ensure_ascii=False), unset=True)},
+)
+_SAMPLING: Final = Mirror(
+    Options,
+    common.Sampling,
+    {"constraint": Pair("constraint", _constraint, unset=True)},
+    apart=[one.name for one in fields(Options) if one.name not in _SAMPLED],
+)
+_GENERATION: Final = Mirror(
+    Options,
+    pb.Generation,
+    {
+        "choices": Pair("choices", unset=True),
+        "priority": Pair("priority", PRIORITIES.__getitem__, unset=True),
+    },
+    apart={*_SAMPLED, *_OF_TOOLS},
+)
+_USAGE: Final = Mirror(Usage, common.Usage, {"device_s": _in_seconds("device")})
+usage: Final = _USAGE.from_proto
+_STAGES: Final = ("validate", "admit", "queue", "dispatch", "engine_wait", "prefill", "decode", "send")
+_CLOCK: Final = Mirror(StageClock, common.StageClock, {f"{stage}_s": _in_seconds(stage) for stage in _STAGES})
+_CHOICE: Final = Mirror(
+    ChoiceResult,
+    pb.ChoiceResult,
+    {
+        "finish_reason": Pair(
+            "finish_reason", read=lambda number: _FINISH_REASONS.get(number, FinishReason.OTHER)
+        ),
+        "parts": Pair("parts", read=_parts),
+    },
+)
+finished: Final = Mirror(
+    Finished,
+    pb.Finished,
+    {"choices": _CHOICE.each("choices"), "usage": _USAGE.one("usage"), "clock": _CLOCK.one("clock")},
+).from_proto
+accepted: Final = Mirror(
+    Accepted,
+    pb.Accepted,
+    {
+        "degradations": Mirror(Degradation, pb.Degradation, {"kind": Pair("kind", read=_degradation)}).each(
+            "degradations"
+        )
+    },
+).from_proto
+tokens: Final = Mirror(
+    Tokens, pb.TokenChunk, {"logprobs": Pair("logprobs", read=_logprobs), "parts": Pair("parts", read=_parts)}
+).from_proto
+served_model: Final = Mirror(ServedModel, pb.ServedModel).from_proto
+token_count: Final = Mirror(TokenCount, pb.CountTokensResponse).from_proto

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from operator import not_
 from typing import Final, TypeVar
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.policy.gates import GateMetric, MetricEvidence
 from services.controlplane.rollouts.fit import ArmFit
@@ -26,7 +27,6 @@ from services.core.records import Priority
 from services.core.rollouts.routes import WHOLE_BP, RouteArm, Shadow, SplitRules
 from services.rpc.convert.controlplane import META
 from services.rpc.convert.inference import timestamp
-from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 from services.rpc.convert.times import duration_of, seconds_of
 
 Kind = TypeVar("Kind", GateMetric, Priority)

@@ -15,6 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 from msgspec.structs import replace
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import opened, sealed
 from services.controlplane.usage.policy.book import Charge, LedgerBook, Segment, SourceEvents, StoredSource
@@ -23,7 +24,6 @@ from services.controlplane.usage.policy.lines import Amounts, Line, Lines, Sourc
 from services.core.errors import InvalidInput
 from services.core.usage import UsageEvent
 from services.rpc import bounds
-from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 from services.rpc.convert.usage import SEQUENCE, TOKENS, event_from_proto, event_to_proto
 
 SOURCES: Final = numbers_of(Source, pb.UsageSource)

@@ -7,6 +7,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import controlplane_pb2 as pb
 from services.core.errors import InvalidInput
 from services.core.limits import Price, UsageLimits
@@ -34,7 +35,6 @@ from services.core.records import (
     Worker,
 )
 from services.rpc.convert.inference import PRIORITIES, PRIORITY, timestamp
-from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 from services.rpc.convert.times import duration_of, seconds_of
 from services.rpc.convert.worker import VERSION_STATES, version_to_proto
 

@@ -7,11 +7,11 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.decisions import FilterRejections, FleetWorker, PlacementDecision, RankedWorker, WorkerPool
 from services.core.queues import ClassWait, PoolQueue, QueueShare
 from services.rpc.convert.inference import PRIORITY
-from services.rpc.convert.mirror import Mirror, Pair
 from services.rpc.convert.scheduler import counters_to_proto
 
 _MAX_DURATION_S: Final = 1e9

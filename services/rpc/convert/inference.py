@@ -8,6 +8,7 @@ from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import common_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
@@ -19,7 +20,6 @@ from services.core.generation import (
     Usage,
 )
 from services.core.records import Priority
-from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 
 FINISH_REASONS: Final = numbers_of(FinishReason, common_pb2.FinishReason)
 FINISH_REASONS_BACK: Final = {number: reason for reason, number in FINISH_REASONS.items()}

@@ -13,9 +13,9 @@ from fairway.formats.answers import (
     ReasoningText,
     ToolCall,
 )
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
-from services.rpc.convert.mirror import Mirror, Pair
 
 _NAMES: Final = {"name": Pair("name", read=name_for_model)}
 TOOL: Final = Mirror(Tool, inference_pb2.Tool, _NAMES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import registry_pb2
 from services.core.manifest import Manifest, ManifestFile
 from services.core.records import VersionRecord
 from services.rpc.convert.inference import timestamp
-from services.rpc.convert.mirror import Mirror, Pair
 
 _MANIFEST: Final = Mirror(
     Manifest,

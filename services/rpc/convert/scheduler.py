@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.errors import FairwayError, InvalidInput
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
@@ -26,7 +27,6 @@ from services.core.fleet import (
 )
 from services.core.generation import Grant, PlaceSpec
 from services.rpc.convert.inference import DIGEST, PRIORITY, TENANT
-from services.rpc.convert.mirror import Mirror, Pair
 from services.rpc.convert.rows import WINDOW
 from services.rpc.status import by_reason
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from msgspec.structs import astuple
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import slis_pb2 as pb
 from services.core.arms import (
     ArmKey,
@@ -22,7 +23,6 @@ from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.generation import StageClock, Usage
 from services.rpc.convert.inference import PRIORITY
-from services.rpc.convert.mirror import Mirror, Pair
 
 _STAGES = len(StageClock.__struct_fields__) - 1
 _SAMPLINGS = frozenset(SamplingKind)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import usage_pb2 as pb
 from services.core.errors import InvalidInput
 from services.core.generation import Usage
 from services.core.usage import DeviceInterval, RequestUsage, SequenceDeviceUse, UsageEvent, implausible
-from services.rpc.convert.mirror import Mirror, Pair
 
 
 def _ms(unix_s: float) -> int:

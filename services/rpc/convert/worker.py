@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import (
@@ -37,7 +38,6 @@ from services.rpc.convert.inference import (
     timestamp,
     token_logprobs,
 )
-from services.rpc.convert.mirror import Mirror, Pair, enum_pair, numbers_of
 from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
 from services.rpc.convert.times import seconds_of

@@ -11,10 +11,12 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import common_pb2
+from services.controlplane.objectives.policy.gates import MetricEvidence
 from services.controlplane.rollouts import convert as rollouts
 from services.controlplane.rollouts.fit import ArmFit
-from services.controlplane.rollouts.records import MetricEvidence, RolloutEvent
+from services.controlplane.rollouts.records import RolloutEvent
 from services.controlplane.usage import codec as ledger
 from services.core.errors import InvalidInput
 from services.core.estimates.finished import FinishedRequest
@@ -31,7 +33,6 @@ from services.rpc.convert import (
     usage,
     worker,
 )
-from services.rpc.convert.mirror import Mirror, Pair
 from tests.support.drawn_messages import messages
 
 

@@ -1,4 +1,4 @@
-"""A core value and a message with the same fields, converted both ways."""
+"""A value and a message with the same fields, converted both ways."""
 
 from __future__ import annotations
 
