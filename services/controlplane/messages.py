@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.resources.budgets import BudgetView
 from services.controlplane.resources.objectives import ObjectiveView
 from services.controlplane.resources.resources import Stored
-from services.controlplane.resources.status import DeploymentView, NodeView
+from services.controlplane.resources.status import DeploymentView, DrainProgress, NodeView
 from services.controlplane.rollouts import convert as convert_rollout
 from services.controlplane.rollouts.records import Rollout
 from services.controlplane.watcher import ResourceChange, ResourceKind
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
 from services.rpc.convert import controlplane as convert
+
+_DRAIN: Final = Mirror(
+    DrainProgress,
+    pb.DrainProgress,
+    {"assigned": Pair("assigned_versions"), "ending": Pair("ending_versions")},
+)
 
 
 def tenant_message(stored: Stored[Tenant]) -> pb.Tenant:
@@ -52,14 +60,7 @@ def objective_message(view: ObjectiveView, warnings: Sequence[str] = ()) -> pb.O
 
 
 def node_message(view: NodeView) -> pb.Node:
-    drain = None
-    if view.drain is not None:
-        drain = pb.DrainProgress(
-            done=view.drain.done,
-            assigned_versions=view.drain.assigned,
-            ending_versions=view.drain.ending,
-            waiting_for=view.drain.waiting_for,
-        )
+    drain = None if view.drain is None else _DRAIN.to_proto(view.drain, done=view.drain.done)
     return convert.node_to_proto(view.node, str(view.mod_revision), view.worker, view.incarnation, drain)
 
 

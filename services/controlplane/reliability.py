@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.warnings import SliPages
 from services.controlplane.resources.quarantine import QuarantinedInputs
@@ -49,11 +52,8 @@ class ReliabilityMethods(NotYetServed):
         return await self._slis.finished(request, forwarded=not caller())
 
 
-def _input(entry: Quarantined) -> pb.QuarantinedInput:
-    return pb.QuarantinedInput(
-        version_digest=entry.version_digest,
-        fingerprint=entry.fingerprint,
-        model=entry.model,
-        deaths=entry.deaths,
-        expire_time=timestamp(entry.until_unix_s),
-    )
+_input: Final = Mirror(
+    Quarantined,
+    pb.QuarantinedInput,
+    {"until_unix_s": Pair("expire_time", timestamp)},
+).to_proto

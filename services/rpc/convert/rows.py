@@ -15,7 +15,7 @@ from services.rpc.status import by_reason
 
 ENGINE_LOST: Final = "ENGINE_LOST"
 MOST_WAITED_MS: Final = 86_400_000  # the bound of the message
-_TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
+TENSOR: Final = Mirror(RawTensor, common_pb2.Tensor)
 WINDOW: Final = Mirror(BatchWindow, common_pb2.BatchWindow)
 
 
@@ -39,7 +39,7 @@ _ROW: Final = Mirror(
     RowSpec,
     worker_pb2.StartRow,
     {
-        "inputs": _TENSOR.each("inputs"),
+        "inputs": TENSOR.each("inputs"),
         "priority": PRIORITY,
         "time_left_s": Pair(
             "time_left",
@@ -62,7 +62,7 @@ _END: Final = Mirror(
     RowEnd,
     worker_pb2.RowFinished,
     {
-        "outputs": _TENSOR.each("outputs"),
+        "outputs": TENSOR.each("outputs"),
         "device_s": _in_us("device_us"),
         "wait_s": _in_us("wait_us"),
         "window": WINDOW.one("window", unset=True),

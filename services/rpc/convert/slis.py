@@ -65,26 +65,6 @@ _FINISHED: Final = Mirror(
 )
 
 
-def report_to_proto(report: SliReport) -> pb.SliDelta:
-    return pb.SliDelta(
-        cut_unix_ms=round(report.cut_unix_s * 1000),
-        series=(series_to_proto(key, sums) for key, sums in report.series.items()),
-        clusters=clusters_to_proto(report.windows),
-        shapes=shapes_to_proto(report.shapes),
-        requests=map(finished_to_proto, report.requests),
-    )
-
-
-def report_from_proto(message: pb.SliDelta) -> SliReport:
-    return SliReport(
-        message.cut_unix_ms / 1000,
-        dict(map(series_from_proto, message.series)),
-        windows_from_proto(message.clusters),
-        shapes_from_proto(message.shapes),
-        tuple(map(_finished_from, message.requests)),
-    )
-
-
 def finished_to_proto(one: FinishedRequest) -> pb.FinishedRequest:
     received_unix_us, *stages_us = astuple(one.clock)
     return _FINISHED.to_proto(one, received_unix_us=received_unix_us, stages_us=stages_us)
@@ -146,3 +126,26 @@ def shapes_from_proto(messages: Iterable[pb.TrafficShape]) -> dict[str, TrafficS
             shape = RequestShape(one.input_tokens, one.output_tokens, SamplingKind(one.sampling))
             found.setdefault(one.model, TrafficShapes()).add(shape, one.weight)
     return found
+
+
+_REPORT: Final = Mirror(
+    SliReport,
+    pb.SliDelta,
+    {
+        "cut_unix_s": Pair("cut_unix_ms", lambda unix_s: round(unix_s * 1000), lambda ms: ms / 1000),
+        "series": Pair(
+            "series",
+            lambda series: [series_to_proto(*each) for each in series.items()],
+            lambda messages: dict(map(series_from_proto, messages)),
+        ),
+        "windows": Pair("clusters", clusters_to_proto, windows_from_proto),
+        "shapes": Pair("shapes", shapes_to_proto, shapes_from_proto),
+        "requests": Pair(
+            "requests",
+            lambda requests: map(finished_to_proto, requests),
+            lambda messages: tuple(map(_finished_from, messages)),
+        ),
+    },
+)
+report_to_proto: Final = _REPORT.to_proto
+report_from_proto: Final = _REPORT.from_proto

@@ -5,58 +5,47 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Final
 
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import inference_pb2
-from services.gateway.events import Accepted, Event, Finished, Heartbeat, Tokens
-from services.gateway.policy.degrade import DegradationKind
+from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Heartbeat, Tokens
+from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
+from services.gateway.service import ServedModel
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
 
 _SLICE_ENTRIES: Final = 256  # entries of one slice: with their alternatives they take a few milliseconds
-_DEGRADATIONS: Final = {
-    DegradationKind.OUTPUT_CAPPED: inference_pb2.DEGRADATION_KIND_OUTPUT_CAPPED,
-    DegradationKind.SMALLER_MODEL: inference_pb2.DEGRADATION_KIND_SMALLER_MODEL,
-}
-
-
-def accepted_message(event: Accepted) -> inference_pb2.Accepted:
-    return inference_pb2.Accepted(
-        request_id=event.request_id,
-        model=event.model,
-        version_digest=event.version_digest,
-        route_revision=event.route_revision,
-        seed=event.seed,
-        prompt_tokens=event.prompt_tokens,
-        replayed=event.replayed,
-        cached=event.cached,
-        degradations=[
-            inference_pb2.Degradation(
-                kind=_DEGRADATIONS[found.kind],
-                original=found.original,
-                applied=found.applied,
-                pressure_ratio=found.pressure_ratio,
-            )
-            for found in event.degradations
-        ],
-    )
-
-
-def finished_message(event: Finished) -> inference_pb2.Finished:
-    return inference_pb2.Finished(
-        choices=[
-            inference_pb2.ChoiceResult(
-                choice=result.choice,
-                finish_reason=FINISH_REASONS[result.finish_reason],
-                stop=result.stop,
-                output_tokens=result.output_tokens,
-                parts=parts_to_proto(result.parts),
-            )
-            for result in event.choices
-        ],
-        usage=usage(event.usage),
-        clock=stage_clock(event.clock),
-        resumes=event.resumes,
-    )
+_CHOICE: Final = Mirror(
+    ChoiceResult,
+    inference_pb2.ChoiceResult,
+    {
+        "finish_reason": Pair("finish_reason", FINISH_REASONS.__getitem__),
+        "parts": Pair("parts", parts_to_proto),
+    },
+    apart=("reasoning_tokens",),
+)
+_DEGRADATION: Final = Mirror(
+    Degradation,
+    inference_pb2.Degradation,
+    {"kind": enum_pair("kind", numbers_of(DegradationKind, inference_pb2.DegradationKind))},
+)
+accepted_message: Final = Mirror(
+    Accepted,
+    inference_pb2.Accepted,
+    {"degradations": _DEGRADATION.each("degradations")},
+    apart=("received_unix_us", "request_rate", "token_rate", "form"),
+).to_proto
+finished_message: Final = Mirror(
+    Finished,
+    inference_pb2.Finished,
+    {
+        "choices": _CHOICE.each("choices"),
+        "usage": Pair("usage", usage),
+        "clock": Pair("clock", stage_clock),
+    },
+    apart=("answer",),
+).to_proto
+served_model: Final = Mirror(ServedModel, inference_pb2.ServedModel).to_proto
 
 
 def generate_response(event: Event) -> inference_pb2.GenerateResponse:

@@ -12,7 +12,7 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.core.errors import first_failure
 from services.gateway.events import Received
-from services.gateway.faces.grpc.messages import complete_response, generate_response
+from services.gateway.faces.grpc.messages import complete_response, generate_response, served_model
 from services.gateway.faces.grpc.row_messages import (
     embed_response,
     infer_response,
@@ -105,18 +105,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         models = await self._service.list_models(principal())
-        return inference_pb2.ListModelsResponse(
-            models=[
-                inference_pb2.ServedModel(
-                    name=model.name,
-                    version_digest=model.version_digest,
-                    max_context_tokens=model.max_context_tokens,
-                    ready_replicas=model.ready_replicas,
-                    created_unix_s=model.created_unix_s,
-                )
-                for model in models
-            ]
-        )
+        return inference_pb2.ListModelsResponse(models=map(served_model, models))
 
     async def Embed(
         self, request: inference_pb2.EmbedRequest, context: Context
