@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import count
@@ -124,7 +124,7 @@ class Mirror(Generic[V, M]):
         return code
 
 
-def numbers_of(kind: type[E], numbers: Any) -> dict[E, Any]:
+def numbers_of(kind: Iterable[E], numbers: Any) -> dict[E, Any]:
     """Return the number of each member in an enum of messages, which has the same names behind its prefix."""
     prefix = numbers.DESCRIPTOR.values[0].name.removesuffix("UNSPECIFIED")
     return {one: numbers.Value(prefix + one.name) for one in kind}

@@ -35,23 +35,16 @@ from fairway.client.values import (
     Usage,
 )
 from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText, ToolCall
-from fairway.mirror import Mirror, Pair
+from fairway.mirror import Mirror, Pair, numbers_of
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 
-PRIORITIES: Final = {
-    Priority.BATCH: common.PRIORITY_BATCH,
-    Priority.STANDARD: common.PRIORITY_STANDARD,
-    Priority.INTERACTIVE: common.PRIORITY_INTERACTIVE,
-}
-_FINISH_REASONS: Final[dict[int, FinishReason]] = {
-    common.FINISH_REASON_STOP: FinishReason.STOP,
-    common.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    common.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common.FINISH_REASON_SLOW_READER: FinishReason.SLOW_READER,
-    common.FINISH_REASON_FILTERED: FinishReason.FILTERED,
-    common.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
+PRIORITIES: Final = numbers_of(Priority, common.Priority)
+_FINISH_REASONS: Final = {
+    number: reason
+    for reason, number in numbers_of(
+        [one for one in FinishReason if one is not FinishReason.OTHER], common.FinishReason
+    ).items()
 }
 _TOOL_MODES: Final = {
     "auto": pb.TOOL_MODE_AUTO,

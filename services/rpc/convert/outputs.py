@@ -13,7 +13,7 @@ from fairway.formats.answers import (
     ReasoningText,
     ToolCall,
 )
-from fairway.mirror import Mirror, Pair
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
 
@@ -21,23 +21,21 @@ _NAMES: Final = {"name": Pair("name", read=name_for_model)}
 TOOL: Final = Mirror(Tool, inference_pb2.Tool, _NAMES)
 CALL: Final = Mirror(ToolCall, inference_pb2.ToolCall, _NAMES)
 _DELTA: Final = Mirror(CallDelta, common_pb2.ToolCallDelta)
-TOOL_MODES: Final = {
-    ToolMode.AUTO: inference_pb2.TOOL_MODE_AUTO,
-    ToolMode.NONE: inference_pb2.TOOL_MODE_NONE,
-    ToolMode.REQUIRED: inference_pb2.TOOL_MODE_REQUIRED,
-}
-_MODES: Final = {
-    inference_pb2.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO,
-    **{number: mode for mode, number in TOOL_MODES.items()},
-}
+_CHOICE: Final = Mirror(
+    ToolChoice,
+    inference_pb2.ToolChoice,
+    {
+        "mode": enum_pair("mode", numbers_of(ToolMode, inference_pb2.ToolMode), ToolMode.AUTO),
+        "names": Pair("names", read=lambda names: tuple(map(name_for_model, names))),
+    },
+)
+tool_choice_from_proto: Final = _CHOICE.from_proto
+_ANSWER: Final = Mirror(AssistantAnswer, inference_pb2.AssistantAnswer, {"calls": CALL.each("tool_calls")})
+answer_to_proto: Final = _ANSWER.to_proto
 
 
 def tools_from_proto(messages: Iterable[inference_pb2.Tool]) -> tuple[Tool, ...]:
     return tuple(map(TOOL.from_proto, messages))
-
-
-def tool_choice_from_proto(message: inference_pb2.ToolChoice) -> ToolChoice:
-    return ToolChoice(_MODES[message.mode], tuple(map(name_for_model, message.names)), message.single)
 
 
 def parts_to_proto(parts: Iterable[OutputPart]) -> list[common_pb2.OutputPart]:
@@ -52,11 +50,3 @@ def _part(part: OutputPart) -> common_pb2.OutputPart:
             return common_pb2.OutputPart(reasoning=text)
         case CallDelta():
             return common_pb2.OutputPart(call=_DELTA.to_proto(part))
-
-
-def answer_to_proto(answer: AssistantAnswer) -> inference_pb2.AssistantAnswer:
-    return inference_pb2.AssistantAnswer(
-        content=answer.content,
-        reasoning=answer.reasoning,
-        tool_calls=map(CALL.to_proto, answer.calls),
-    )

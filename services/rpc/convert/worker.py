@@ -198,7 +198,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
             worker_pb2.NotAdmitted(handle=handle, reason=NOT_ADMITTED_REASONS[reason])
             for handle, reason in frame.not_admitted
         ],
-        finished=[end_to_proto(handle, end) for handle, end in frame.finished],
+        finished=[_END.to_proto(end, handle=handle) for handle, end in frame.finished],
         rows=[row_end_to_proto(handle, end) for handle, end in frame.rows],
     )
     if frame.handles:
@@ -220,7 +220,7 @@ def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
         not_admitted=[
             (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
-        finished=[(entry.handle, end_from_proto(entry)) for entry in message.finished],
+        finished=[(entry.handle, _END.from_proto(entry)) for entry in message.finished],
         rows=[(entry.handle, row_end_from_proto(entry)) for entry in message.rows],
     )
     if message.HasField("tokens"):
@@ -242,14 +242,6 @@ def _take_tokens(frame: StepFrame, tokens: common_pb2.TokenFrame) -> None:
         raise InvalidInput("the columns of a token frame differ in length", field="tokens")
     if sum(frame.counts) != len(frame.ids):
         raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
-
-
-def end_to_proto(handle: int, end: SequenceEnd) -> worker_pb2.SequenceFinished:
-    return _END.to_proto(end, handle=handle)
-
-
-def end_from_proto(message: worker_pb2.SequenceFinished) -> SequenceEnd:
-    return _END.from_proto(message)
 
 
 # The engine's live numbers are added by the caller.
