@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
 
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
@@ -17,6 +19,7 @@ from services.controlplane.watcher import ResourceChange, ResourceKind
 from services.core.records import ApiKey, Tag, Tenant, VersionRecord
 from services.rpc.convert import controlplane as convert
 
+M = TypeVar("M", bound=Message)
 _DRAIN: Final = Mirror(
     DrainProgress,
     pb.DrainProgress,
@@ -24,12 +27,19 @@ _DRAIN: Final = Mirror(
 )
 
 
+_SPENT: Final = Mirror(BudgetView, pb.Budget, apart=("stored",))
+
+
+def _stored(mirror: Mirror[Any, M], stored: Stored[Any], **more: Any) -> M:
+    return convert.resource_to_proto(mirror, stored.record, stored.etag, **more)
+
+
 def tenant_message(stored: Stored[Tenant]) -> pb.Tenant:
-    return convert.tenant_to_proto(stored.record, stored.etag)
+    return _stored(convert.TENANT, stored)
 
 
 def key_message(stored: Stored[ApiKey]) -> pb.Key:
-    return convert.key_to_proto(stored.record, stored.etag)
+    return _stored(convert.KEY, stored)
 
 
 def deployment_message(view: DeploymentView) -> pb.Deployment:
@@ -45,18 +55,16 @@ def deployment_message(view: DeploymentView) -> pb.Deployment:
         ],
         tag_digest=view.tag_digest,
     )
-    return convert.deployment_to_proto(view.stored.record, view.stored.etag, status)
+    return _stored(convert.DEPLOYMENT, view.stored, status=status)
 
 
 def budget_message(view: BudgetView) -> pb.Budget:
-    amounts = (view.spent_micros, view.reserved_micros, view.day_spent_micros)
-    return convert.budget_to_proto(view.stored.record, view.stored.etag, amounts, view.message)
+    return _stored(convert.BUDGET, view.stored, **_SPENT.as_fields(view))
 
 
 def objective_message(view: ObjectiveView, warnings: Sequence[str] = ()) -> pb.Objective:
-    found = convert.objective_to_proto(view.stored.record, view.stored.etag, view.status)
-    found.warnings.extend(warnings)
-    return found
+    status = None if view.status is None else convert.OBJECTIVE_STATUS.to_proto(view.status)
+    return _stored(convert.OBJECTIVE, view.stored, status=status, warnings=warnings)
 
 
 def node_message(view: NodeView) -> pb.Node:
@@ -81,10 +89,10 @@ def change_message(change: ResourceChange) -> pb.ResourceChange:
             found.model_version.CopyFrom(convert.model_version_to_proto(view))
         case Tag():
             found.model_tag.CopyFrom(convert.model_tag_to_proto(view))
-        case Stored(record=Tenant() as tenant):
-            found.tenant.CopyFrom(convert.tenant_to_proto(tenant, view.etag))
-        case Stored(record=ApiKey() as key):
-            found.key.CopyFrom(convert.key_to_proto(key, view.etag))
+        case Stored(record=Tenant()):
+            found.tenant.CopyFrom(_stored(convert.TENANT, view))
+        case Stored(record=ApiKey()):
+            found.key.CopyFrom(_stored(convert.KEY, view))
         case Stored(record=Rollout() as rollout):
             found.rollout.CopyFrom(convert_rollout.stored_to_proto(rollout, view.etag))
     return found

@@ -205,7 +205,7 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
                     name=name,
                     time=timestamp(one.time_unix_s),
                     cause=one.cause,
-                    deployment=convert.deployment_to_proto(one.deployment, "", pb.DeploymentStatus()),
+                    deployment=convert.DEPLOYMENT.to_proto(one.deployment, status=pb.DeploymentStatus()),
                 )
                 for name, one in page
             ],

@@ -25,7 +25,7 @@ from services.controlplane.rollouts.resource import RolloutView
 from services.core.errors import InvalidInput
 from services.core.records import Priority
 from services.core.rollouts.routes import WHOLE_BP, RouteArm, Shadow, SplitRules
-from services.rpc.convert.controlplane import META
+from services.rpc.convert.controlplane import META, resource_to_proto
 from services.rpc.convert.inference import timestamp
 from services.rpc.convert.times import duration_of, seconds_of
 
@@ -175,9 +175,7 @@ def rollout_to_proto(view: RolloutView) -> pb.Rollout:
 
 def stored_to_proto(rollout: Rollout, etag: str) -> pb.Rollout:
     """Return a rollout as it is stored, without what the fleet reports."""
-    message = _ROLLOUT.to_proto(rollout)
-    message.metadata.etag = etag
-    return message
+    return resource_to_proto(_ROLLOUT, rollout, etag)
 
 
 def promotion_from_proto(message: pb.PromoteRolloutRequest) -> Promotion:

@@ -62,7 +62,7 @@ _META: Final = Mirror(
 META: Final = _META.one("metadata")
 _MOST_S: Final = {"max_timeout_s": Pair("max_timeout", duration_of, seconds_of, unset=True)}
 _LIMITS: Final = Mirror(UsageLimits, pb.Limits, _MOST_S)
-_TENANT: Final = Mirror(
+TENANT: Final = Mirror(
     Tenant,
     pb.Tenant,
     {
@@ -74,7 +74,7 @@ _TENANT: Final = Mirror(
         "user_limits": _LIMITS.one("user_limits", unset=True),
     },
 )
-_KEY: Final = Mirror(
+KEY: Final = Mirror(
     ApiKey,
     pb.Key,
     {
@@ -85,7 +85,7 @@ _KEY: Final = Mirror(
     },
     apart=("secret_hash", "previous_secret_hash", "previous_expire_unix_s"),
 )
-_DEPLOYMENT: Final = Mirror(
+DEPLOYMENT: Final = Mirror(
     Deployment,
     pb.Deployment,
     {
@@ -96,7 +96,7 @@ _DEPLOYMENT: Final = Mirror(
         "price": Mirror(Price, pb.Price).one("price", unset=True),
     },
 )
-_BUDGET: Final = Mirror(Budget, pb.Budget, {"meta": META, "currency": Pair("currency", zero=True)})
+BUDGET: Final = Mirror(Budget, pb.Budget, {"meta": META, "currency": Pair("currency", zero=True)})
 _TARGET: Final = Mirror(LatencyTarget, pb.LatencyTarget, {"quantile": Pair("quantile", zero=True)})
 
 
@@ -104,7 +104,7 @@ def _target(name: str) -> Pair:
     return Pair(name, lambda target: _TARGET.to_proto(target) if target.seconds else None, _TARGET.from_proto)
 
 
-_OBJECTIVE: Final = Mirror(
+OBJECTIVE: Final = Mirror(
     Objective,
     pb.Objective,
     {"meta": META, "priority": PRIORITY, "ttft": _target("ttft"), "itl": _target("itl")},
@@ -117,7 +117,7 @@ _SLI_STATUS: Final = Mirror(
         "alert": enum_pair("alert", numbers_of(BurnAlert, pb.BurnAlert)),
     },
 )
-_OBJECTIVE_STATUS: Final = Mirror(
+OBJECTIVE_STATUS: Final = Mirror(
     ObjectiveStatus,
     pb.ObjectiveStatus,
     {"slis": _SLI_STATUS.each("slis"), "unix_s": Pair("time", timestamp, seconds_of)},
@@ -143,57 +143,28 @@ _VERSION: Final = Mirror(
     apart=("computation",),
 )
 _TAG: Final = Mirror(Tag, pb.ModelTag, {"digest": Pair("version_digest")})
-tenant_from_proto: Final = _TENANT.from_proto
-budget_from_proto: Final = _BUDGET.from_proto
-objective_from_proto: Final = _OBJECTIVE.from_proto
+tenant_from_proto: Final = TENANT.from_proto
+budget_from_proto: Final = BUDGET.from_proto
+objective_from_proto: Final = OBJECTIVE.from_proto
 model_version_to_proto: Final = _VERSION.to_proto
 model_tag_to_proto: Final = _TAG.to_proto
 
 
 def key_from_proto(message: pb.Key) -> ApiKey:
     """Return a key without its hash. Raises InvalidInput for a key without a role."""
-    return _KEY.from_proto(message, secret_hash="")
+    return KEY.from_proto(message, secret_hash="")
 
 
 def deployment_from_proto(message: pb.Deployment) -> Deployment:
     """Return the requested deployment; ``version_digest`` is empty until the version is resolved."""
-    return _DEPLOYMENT.from_proto(message, version_digest="")
+    return DEPLOYMENT.from_proto(message, version_digest="")
 
 
-def _stored(mirror: Mirror[Any, M], record: Any, etag: str, **more: Any) -> M:
-    """Return the message of a stored resource."""
+def resource_to_proto(mirror: Mirror[Any, M], record: object, etag: str, **more: Any) -> M:
+    """Return the message of a stored resource, without what is secret."""
     message: Any = mirror.to_proto(record, **more)
     message.metadata.etag = etag
     return message  # type: ignore[no-any-return]
-
-
-def tenant_to_proto(tenant: Tenant, etag: str) -> pb.Tenant:
-    return _stored(_TENANT, tenant, etag)
-
-
-def key_to_proto(key: ApiKey, etag: str) -> pb.Key:
-    """Return a key for operators, without secret and hash."""
-    return _stored(_KEY, key, etag)
-
-
-def deployment_to_proto(
-    deployment: Deployment, etag: str, status: pb.DeploymentStatus | None = None
-) -> pb.Deployment:
-    return _stored(_DEPLOYMENT, deployment, etag, status=status)
-
-
-def budget_to_proto(
-    budget: Budget, etag: str, amounts: tuple[int | None, int | None, int | None], message: str
-) -> pb.Budget:
-    """Return a budget. ``amounts``: spent and reserved in the month, spent on the day; None: unknown."""
-    names = ("spent_micros", "reserved_micros", "day_spent_micros")
-    return _stored(_BUDGET, budget, etag, message=message, **dict(zip(names, amounts, strict=True)))
-
-
-def objective_to_proto(objective: Objective, etag: str, status: ObjectiveStatus | None) -> pb.Objective:
-    """Return an objective. ``status``: what was measured, None: nothing yet."""
-    measured = None if status is None else _OBJECTIVE_STATUS.to_proto(status)
-    return _stored(_OBJECTIVE, objective, etag, status=measured)
 
 
 def replica_to_proto(
