@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import structlog
 
+from fairway.mirror import Mirror
 from fairway.task_group import TaskGroup
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
@@ -19,15 +20,17 @@ from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.convert.rows import row_from_proto
 from services.rpc.convert.times import seconds_of
-from services.rpc.convert.worker import frame_to_proto, start_from_proto, version_to_proto
+from services.rpc.convert.worker import LOADED, frame_to_proto, start_from_proto
 from services.rpc.server_stream import GrpcServerStream, woken_within
-from services.worker.agent.agent import WorkerAgent, WorkerStatus
+from services.worker.agent.agent import VersionStatus, WorkerAgent, WorkerStatus
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
 # How long an acceptance waits for its first tokens, which would otherwise wait for its write.
 ACCEPTED_S: Final = 0.002
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
+_VERSION: Final = Mirror(VersionStatus, worker_pb2.LoadedVersion, {"record": LOADED})
+_STATUS: Final = Mirror(WorkerStatus, worker_pb2.GetWorkerResponse, {"versions": _VERSION.each("versions")})
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -63,7 +66,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetWorker(
         self, request: worker_pb2.GetWorkerRequest, context: Any
     ) -> worker_pb2.GetWorkerResponse:
-        return status_to_proto(self._worker.status())
+        return _STATUS.to_proto(self._worker.status())
 
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: Any
@@ -138,19 +141,3 @@ class _Writer:
             if self._silent:
                 self._beat_due = True
                 self._wake.set()
-
-
-def status_to_proto(status: WorkerStatus) -> worker_pb2.GetWorkerResponse:
-    response = worker_pb2.GetWorkerResponse(
-        worker_id=status.worker_id, incarnation=status.incarnation, draining=status.draining
-    )
-    for version in status.versions:
-        message = version_to_proto(version.record)
-        message.kv_blocks_reserved = version.kv_blocks_reserved
-        message.kv_blocks_used = version.kv_blocks_used
-        message.running = version.running
-        message.waiting = version.waiting
-        message.steps = version.steps
-        message.engine_pid = version.engine_pid
-        response.versions.append(message)
-    return response

@@ -36,7 +36,7 @@ from services.core.records import (
 )
 from services.rpc.convert.inference import PRIORITIES, PRIORITY, timestamp
 from services.rpc.convert.times import duration_of, seconds_of
-from services.rpc.convert.worker import VERSION_STATES, version_to_proto
+from services.rpc.convert.worker import LOADED, VERSION_STATES
 
 M = TypeVar("M", bound=Message)
 _ROLES: Final = numbers_of(KeyRole, pb.KeyRole)
@@ -143,6 +143,12 @@ _VERSION: Final = Mirror(
     apart=("computation",),
 )
 _TAG: Final = Mirror(Tag, pb.ModelTag, {"digest": Pair("version_digest")})
+_WORKER: Final = Mirror(
+    Worker,
+    pb.Node,
+    {"versions": LOADED.each("versions")},
+    apart=("worker_id", "labels", "draining"),
+)
 tenant_from_proto: Final = TENANT.from_proto
 budget_from_proto: Final = BUDGET.from_proto
 objective_from_proto: Final = OBJECTIVE.from_proto
@@ -189,24 +195,15 @@ def node_to_proto(
     node: Node, etag: str, worker: Worker | None, incarnation: int, drain: pb.DrainProgress | None = None
 ) -> pb.Node:
     """Return a node. If its worker is not alive, it has no address and no versions."""
-    found = pb.Node(
-        metadata=pb.Metadata(name=node.worker_id, etag=etag),
+    return pb.Node(
+        metadata=pb.Metadata(name=node.worker_id, etag=etag, labels={} if worker is None else worker.labels),
         incarnation=incarnation,
         cordoned=node.cordoned,
-        draining=node.draining,
+        draining=node.draining or (worker is not None and worker.draining),
         state=pb.NODE_STATE_LOST if worker is None else pb.NODE_STATE_LIVE,
         drain=drain,
+        **({} if worker is None else _WORKER.as_fields(worker)),
     )
-    if worker is not None:
-        found.metadata.labels.update(worker.labels)
-        found.address = worker.address
-        found.draining = node.draining or worker.draining
-        found.device = worker.device
-        found.memory_bytes = worker.memory_bytes
-        found.memory_free_bytes = worker.memory_free_bytes
-        found.zone = worker.zone
-        found.versions.extend(map(version_to_proto, worker.versions))
-    return found
 
 
 def event_to_proto(name: str, record: EventRecord) -> pb.Event:

@@ -244,8 +244,7 @@ def _take_tokens(frame: StepFrame, tokens: common_pb2.TokenFrame) -> None:
         raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
 
 
-# The engine's live numbers are added by the caller.
-_LOADED: Final = Mirror(
+LOADED: Final = Mirror(
     LoadedVersion,
     worker_pb2.LoadedVersion,
     {
@@ -254,4 +253,3 @@ _LOADED: Final = Mirror(
     },
     apart=("block_size", "max_model_len"),
 )
-version_to_proto: Final = _LOADED.to_proto

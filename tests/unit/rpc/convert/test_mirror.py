@@ -21,7 +21,7 @@ from services.controlplane.usage import codec as ledger
 from services.core.errors import InvalidInput
 from services.core.estimates.finished import FinishedRequest
 from services.core.generation import FallbackGrant, GenerationSpec, Sampling, StageClock, StartSpec
-from services.core.records import ApiKey, Deployment, LatencyTarget
+from services.core.records import ApiKey, Deployment, LatencyTarget, Worker
 from services.rpc.convert import (
     controlplane,
     inference,
@@ -64,6 +64,7 @@ GIVEN: Final[dict[type, dict[str, Any]]] = {
     FinishedRequest: {"clock": StageClock(0)},
     GenerationSpec: {"model": "", "version_digest": "", "sampling": Sampling(0)},
     StartSpec: {"generation": None, "grant": None},
+    Worker: {"worker_id": ""},
 }
 
 
