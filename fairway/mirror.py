@@ -56,7 +56,10 @@ class Mirror(Generic[V, M]):
         self.writes: list[tuple[str, str]] = []  # a field of the message and the expression of its content
         reads, missing = [], []
         self.value, self.message, self.pairs = value, message, dict(pairs or {})
-        for name, default in _defaults(value).items():
+        defaults = _defaults(value)
+        if unknown := {*self.pairs, *apart} - defaults.keys():
+            raise TypeError(f"{value.__name__} has no {', '.join(sorted(unknown))}")
+        for name, default in defaults.items():
             pair = self.pairs.get(name, Pair(name))
             if name in apart:
                 continue
@@ -75,7 +78,7 @@ class Mirror(Generic[V, M]):
         made = self._use(value)
         self._read = f"{made}({', '.join(reads)})"
         writes = ", ".join(f"{to}={code.format(it='it')}" for to, code in self.writes)
-        more = ", **more" if apart or len(reads) < len(_defaults(value)) else ""
+        more = ", **more" if apart or len(reads) < len(defaults) else ""
         to_proto: Callable[..., M] = eval(f"lambda it, **more: Message({writes}, **more)", self._scope)
         from_proto: Callable[..., V] = eval(f"lambda it{more}: {self._read[:-1]}{more})", self._scope)
         as_fields: Callable[[V], dict[str, Any]] = eval(f"lambda it: dict({writes})", self._scope)

@@ -82,9 +82,7 @@ _END: Final = Mirror(
 # --- starting ------------------------------------------------------------------------------------
 
 
-def _time_left(seconds: float | None) -> Duration | None:
-    if seconds is None:
-        return None
+def _time_left(seconds: float) -> Duration:
     found = Duration()
     found.FromNanoseconds(max(0, round(seconds * 1e9)))
     return found

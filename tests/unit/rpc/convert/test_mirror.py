@@ -122,6 +122,11 @@ def test_a_field_without_a_counterpart_fails_at_construction() -> None:
         Mirror(Seen, common_pb2.Usage)
 
 
+def test_a_rule_for_a_field_that_the_value_lacks_fails_at_construction() -> None:
+    with pytest.raises(TypeError, match="Seen has no rank, top"):
+        Mirror(Seen, common_pb2.TokenLogprobs, {**PAIRS, "top": Pair("top_ids")}, apart=("rank",))
+
+
 def test_what_is_apart_is_given_by_the_caller_or_has_its_default() -> None:
     mirror = Mirror(Seen, common_pb2.TokenLogprobs, {"ids": Pair("top_ids")}, apart=("sampled", "token"))
     message = mirror.to_proto(Seen(2.0, (3,), "a"))
