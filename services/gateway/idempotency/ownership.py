@@ -9,38 +9,37 @@ from typing import Final
 from msgspec.structs import replace
 
 from services.core.errors import FairwayError, StoreUnavailable
-from services.core.generation import GenerationSpec, TokenLogprobs, Usage
+from services.core.generation import TokenLogprobs
 from services.core.usage import RequestUsage
 from services.gateway.events import Accepted, Finished
-from services.gateway.idempotency.followers import FollowerBroadcast, too_large
+from services.gateway.idempotency.followers import too_large
 from services.gateway.idempotency.record_codec import (
     AcceptedTerms,
     Resumed,
-    degraded_in,
     encode,
     end_in,
     failure_in,
 )
 from services.gateway.idempotency.record_log import Piece, Place, outputs
+from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.types import Ending, KeyedPorts, KeyedRequest
-from services.gateway.policy.degrade import Degradation
 from services.gateway.policy.retry import ends_record
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
 
 # How long one sign of a follower at another gateway counts.
 WATCHED_S: Final = 2.0
-_NOTHING: Final = Usage(0, 0)
 
 
 class RecordOwnership:
-    """The sink of the request while it runs here. The flusher writes its output; the run ends it.
+    """The sink and the settlement of the request while it runs here. The flusher writes its output; the run
+    of the key ends it.
 
     ``fenced``: another gateway owns the record, and this gateway's results no longer count.
     """
 
     def __init__(
-        self, hold: Hold, ports: KeyedPorts, broadcast: FollowerBroadcast, stop_retaining: Callable[[], None]
+        self, hold: Hold, ports: KeyedPorts, reader: RecordReader, stop_retaining: Callable[[], None]
     ) -> None:
         """``stop_retaining`` is called when the record stops retaining the output."""
         self.hold = hold
@@ -48,44 +47,45 @@ class RecordOwnership:
         self.watched_until_s = 0.0
         self.request: KeyedRequest | None = None
         self._ports = ports
-        self._broadcast = broadcast
+        self._reader = reader
+        self._broadcast = reader.broadcast
         self._stop_retaining = stop_retaining
         self._outcome: Finished | FairwayError | None = None
-        self._settled: tuple[Reservation, Usage] | None = None
-        self._report: RequestUsage | None = None
+        self._settled: tuple[Reservation, RequestUsage] | None = None
         self._written_s = ports.clock.monotonic_s()
         self._open = True
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._chars: dict[int, int] = {}
         self._credited: dict[int, int] = {}
-        self.accepted = False  # the acceptance was recorded by this run
+        self._accepted = False  # the acceptance was recorded by this run
 
     def start(self, request: KeyedRequest, chars: Sequence[int]) -> None:
         """The request runs; each choice continues after that many characters."""
         self.request = request
         self._chars = dict(enumerate(chars))
 
-    async def accept(self, terms: AcceptedTerms, *, resumed: bool) -> AcceptedTerms:
-        """Record the acceptance before any client receives it. Returns it, or that of an earlier run.
+    async def accept(self, terms: AcceptedTerms) -> None:
+        """Record the acceptance, or that of an earlier run, then send it to the clients.
 
-        ``resumed``: the record contains it already. A second call, or one with another version, replaces the
-        acceptance of a request without output, whose version was withdrawn. Raises StoreUnavailable, also
-        when the ownership is fenced.
+        A second call, or one with another version, replaces the acceptance of a request without output, whose
+        version was withdrawn. Raises StoreUnavailable, also when the ownership is fenced.
         """
-        earlier = None if self.accepted else self._broadcast.terms
+        fresh = self._broadcast.terms is None or self._accepted
+        earlier = None if self._accepted else self._broadcast.terms
         if earlier is not None and earlier.version_digest != terms.version_digest:
             earlier = None
         terms = earlier or terms
-        entry = Resumed() if resumed and earlier is not None else terms
+        entry = Resumed() if self._reader.has_terms and earlier is not None else terms
         (answer,) = await self._ports.store.append([Addition(self.hold, encode([entry]))])
         if answer in (Written.FENCED, Written.GONE):
             self.fenced = True
             raise StoreUnavailable("another gateway took the request over", retry_after_s=0.1)
         if answer is Written.TOO_LARGE:
             self._broadcast.shorten()
-        self.accepted = True
-        return terms
+        self._accepted = True
+        self._reader.resumes += 0 if fresh else 1
+        self._broadcast.accept(terms, fresh=fresh)
 
     # --- the record, written behind the run --------------------------------------------------------
 
@@ -128,16 +128,16 @@ class RecordOwnership:
 
     # --- the end -----------------------------------------------------------------------------------
 
-    def ending(self, resumes: int) -> tuple[Finished | FairwayError, Ending]:
-        """Return the request's result, including ``resumes`` of earlier runs, and the last write."""
+    def ending(self) -> tuple[Finished | FairwayError, Ending]:
+        """Return the request's result, including the resumes of earlier runs, and the last write."""
         outcome = self._outcome
         assert outcome is not None, "a request ended without a terminal event"
         if isinstance(outcome, Finished):
-            outcome = replace(outcome, resumes=outcome.resumes + resumes)
+            outcome = replace(outcome, resumes=outcome.resumes + self._reader.resumes)
         ended = isinstance(outcome, Finished) or (self._broadcast.terms is not None and ends_record(outcome))
-        reservation, usage = self._settled or (None, _NOTHING)
+        reservation, event = self._settled or (None, None)
         chunk = self._last_chunk(outcome, ended=ended)
-        return outcome, Ending(self.hold, chunk, reservation, usage, ended, self._report)
+        return outcome, Ending(self.hold, chunk, reservation, event, ended)
 
     def _last_chunk(self, outcome: Finished | FairwayError, *, ended: bool) -> bytes:
         if self._broadcast.terms is None:
@@ -171,13 +171,9 @@ class RecordOwnership:
     def on_failed(self, error: FairwayError) -> None:
         self._outcome = error
 
-    async def settle(self, reservation: Reservation, usage: Usage) -> None:
-        """Retain the settlement; it is written together with the record."""
-        self._settled = (reservation, usage)
-
-    def report_usage(self, event: RequestUsage) -> None:
-        """Retain the report; it is sent once the settlement counts."""
-        self._report = event
+    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
+        """Retain the settlement: it is written with the record's end, and reported once that counts."""
+        self._settled = (reservation, event)
 
     def credit(self, choice: int) -> None:
         """Grant the worker as much more credit as the followers' progress permits."""
@@ -202,20 +198,3 @@ async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:
         # that the store has charged are not charged again.
         await ports.limiter.settle(reservation, ending.usage)
     return written
-
-
-def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> AcceptedTerms:
-    """Return the record's acceptance of a request as it is served."""
-    return AcceptedTerms(
-        request_id=spec.request_id,
-        model=spec.model,
-        version_digest=spec.version_digest,
-        route_revision=spec.route_revision,
-        seed=spec.sampling.seed,
-        prompt_tokens=len(spec.prompt.ids),
-        max_output_tokens=spec.limits.max_tokens,
-        received_unix_us=int(unix_s * 1e6),
-        degraded=degraded_in(degradations),
-        form=spec.form,
-        constrained_form=spec.constrained_form,
-    )

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from services.core.errors import FairwayError, IntegrityError
-from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
+from services.core.generation import FinishReason, GenerationSpec, StageClock, TokenLogprobs, Usage
 from services.core.outputs.forms import OutputForm
 from services.gateway.events import ChoiceResult, Finished
 from services.gateway.policy.degrade import Degradation, DegradationKind
@@ -168,3 +168,20 @@ def end_out(end: End) -> Finished:
 
 def failure_in(error: FairwayError) -> RecordedFailure:
     return RecordedFailure(error.reason, error.message, error.metadata)
+
+
+def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> AcceptedTerms:
+    """Return the record's acceptance of a request as it is served."""
+    return AcceptedTerms(
+        request_id=spec.request_id,
+        model=spec.model,
+        version_digest=spec.version_digest,
+        route_revision=spec.route_revision,
+        seed=spec.sampling.seed,
+        prompt_tokens=len(spec.prompt.ids),
+        max_output_tokens=spec.limits.max_tokens,
+        received_unix_us=int(unix_s * 1e6),
+        degraded=degraded_in(degradations),
+        form=spec.form,
+        constrained_form=spec.constrained_form,
+    )

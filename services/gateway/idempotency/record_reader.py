@@ -29,10 +29,11 @@ FOLLOW_PATIENCE_S: Final = 10.0
 
 
 class RecordReader:
-    """The reader's position in the log. ``has_terms``: the record has the acceptance."""
+    """The position in the log, from which it is read into ``broadcast``. ``has_terms``: the record has the
+    acceptance."""
 
     def __init__(self, broadcast: FollowerBroadcast) -> None:
-        self._broadcast = broadcast
+        self.broadcast = broadcast
         self.restart()
 
     def restart(self) -> None:
@@ -41,7 +42,7 @@ class RecordReader:
         self.resumes = 0
         self.has_terms = False
         self.end: Finished | FairwayError | None = None
-        for choice in self._broadcast.log.choices.values():
+        for choice in self.broadcast.log.choices.values():
             choice.recorded = START
 
     def take(self, chunks: Iterable[bytes]) -> None:
@@ -90,10 +91,10 @@ class RecordReader:
                 self.restart()  # the log was deleted meanwhile: start over, with the same seed
                 break
             self.take(tail.chunks)
-        terms = self._broadcast.terms
+        terms = self.broadcast.terms
         if terms is None:
             return None
-        found = self._broadcast.log.choices
+        found = self.broadcast.log.choices
         produced = [Produced()] * (max(found, default=-1) + 1)
         for number, choice in found.items():
             produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
@@ -103,12 +104,12 @@ class RecordReader:
         if isinstance(entry, Output):
             at = Place(entry.offset, entry.chars)
             piece = Piece(at, entry.ids, entry.text, logprobs_out(entry.logprobs))
-            self._broadcast.put(entry.choice, piece)
-            choice = self._broadcast.log.choice(entry.choice)
+            self.broadcast.put(entry.choice, piece)
+            choice = self.broadcast.log.choice(entry.choice)
             choice.recorded = max(choice.recorded, piece.end)
         elif isinstance(entry, AcceptedTerms):
             self.has_terms = True
-            self._broadcast.accept(entry, fresh=False)
+            self.broadcast.accept(entry, fresh=False)
         elif isinstance(entry, Resumed):
             self.resumes += 1
         elif not self.has_terms:

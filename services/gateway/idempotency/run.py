@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
 from typing import Final
 
 import structlog
@@ -29,7 +28,7 @@ from services.core.errors import (
 from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
 from services.gateway.idempotency.ownership import RecordOwnership, write_ending
-from services.gateway.idempotency.record_codec import AcceptedTerms, encode, failure_in
+from services.gateway.idempotency.record_codec import encode, failure_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
 from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
@@ -206,13 +205,12 @@ class KeyedRun:
         """Run the request from where an earlier run ended. Returns False when another owner took over."""
         self.phase = RunPhase.OWNING
         ownership = self.ownership = RecordOwnership(
-            claim.hold, self._ports, self.broadcast, self.stop_retaining
+            claim.hold, self._ports, self._reader, self.stop_retaining
         )
         earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
         if not self.broadcast.whole:
             raise too_large()  # the retained part of the output is not enough to continue
-        record = partial(self._record, ownership)
-        request, task = self._launch(ownership, earlier, record, ownership.settle, ownership.report_usage)
+        request, task = self._launch(ownership, ownership, earlier)
         ownership.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
         if self._stopped is not None:
             request.cancel(self._stopped)
@@ -227,16 +225,9 @@ class KeyedRun:
             return False
         return await self._conclude(ownership)
 
-    async def _record(self, ownership: RecordOwnership, accepted: AcceptedTerms) -> None:
-        """Write the acceptance, then send it to the clients. Raises StoreUnavailable."""
-        fresh = self.broadcast.terms is None or ownership.accepted
-        terms = await ownership.accept(accepted, resumed=self._reader.has_terms)
-        self._reader.resumes += 0 if fresh else 1
-        self.broadcast.accept(terms, fresh=fresh)
-
     async def _conclude(self, ownership: RecordOwnership) -> bool:
         """End or release the record, then end the clients. Returns whether the record was still owned."""
-        outcome, ending = ownership.ending(self._reader.resumes)
+        outcome, ending = ownership.ending()
         found = EndingOutcome.WRITTEN
         try:
             if await write_ending(self._ports, ending) is Written.FENCED:
@@ -251,8 +242,8 @@ class KeyedRun:
         if found is EndingOutcome.FENCED:
             log.info("idempotency.fenced", record=self.key.digest[:12])
             return False
-        if ending.report is not None:  # the usage counts here: in the record, or settled apart from it
-            self._ports.report_usage(ending.report)
+        if ending.event is not None:  # the usage counts here: in the record, or settled apart from it
+            self._ports.report_usage(ending.event)
         self._deliver(outcome)
         return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Final
@@ -13,17 +12,14 @@ from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
-from services.core.generation import GenerationSpec, Principal
-from services.core.usage import RequestUsage
+from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
-from services.gateway.idempotency.ownership import terms_of
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
-from services.gateway.idempotency.types import EarlierRun, KeyedPorts, RecordTerms
-from services.gateway.policy.degrade import Degradation
+from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.request import Request
-from services.gateway.requests.terms import Resume, RunTerms, Settle
+from services.gateway.requests.terms import Resume, RunTerms, Settlement
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
@@ -114,10 +110,8 @@ class IdempotentService(GatewayService):
         generation: inference_pb2.Generation,
         received: Received,
         sink: RequestSink,
+        settlement: Settlement,
         earlier: EarlierRun | None,
-        record: RecordTerms,
-        settle: Settle,
-        report_usage: Callable[[RequestUsage], None],
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
 
@@ -148,18 +142,7 @@ class IdempotentService(GatewayService):
             degraded = degraded_out(accepted.degraded)
             resume = Resume(version, earlier.produced, degraded, form, replaceable=not begun)
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
-
-        async def accept(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:
-            await record(terms_of(spec, degradations, self._ports.clock.unix_s()))
-
-        terms = RunTerms(
-            received,
-            longest_s,
-            resume=resume,
-            record=accept,
-            settle=settle,
-            report_usage=report_usage,
-        )
+        terms = RunTerms(received, longest_s, resume=resume, settlement=settlement)
         return self.start(principal, generation, sink, terms)
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.core.errors import FairwayError
-from services.core.generation import Usage
+from services.core.generation import NO_USAGE, Usage
 from services.core.usage import RequestUsage
 from services.gateway.events import RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.requests.terms import Produced, Settle
+from services.gateway.requests.terms import Produced, Settlement
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation
-
-RecordTerms = Callable[[AcceptedTerms], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +58,10 @@ class KeyedRequest(Protocol):
 
 
 class Launch(Protocol):
-    """Starts the request. ``record`` writes its acceptance, before it has any effect. ``settle`` receives its
-    settlement, which becomes part of the record's end.
-    """
+    """Starts the request, which its record settles."""
 
     def __call__(
-        self,
-        sink: RequestSink,
-        earlier: EarlierRun | None,
-        record: RecordTerms,
-        settle: Settle,
-        report_usage: Callable[[RequestUsage], None],
+        self, sink: RequestSink, settlement: Settlement, earlier: EarlierRun | None
     ) -> tuple[KeyedRequest, asyncio.Task[None]]: ...
 
 
@@ -80,10 +71,15 @@ class Ending:
 
     hold: Hold
     chunk: bytes
+    # Of a request that was admitted.
     reservation: Reservation | None
-    usage: Usage
+    event: RequestUsage | None
     ended: bool
-    report: RequestUsage | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """The usage that is settled."""
+        return self.event.usage if self.event is not None else NO_USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from services.core.limits import Claim, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
+from services.gateway.idempotency.record_codec import terms_of
 from services.gateway.policy.claims import (
     NO_BOUNDS,
     Payer,
@@ -107,9 +108,9 @@ class RequestAdmission:
             if claims:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await quota.claim(claims, price)
-            if terms.record is not None:
+            if terms.settlement is not None:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
-                await terms.record(spec, degradations)
+                await terms.settlement.accept(terms_of(spec, degradations, self._ports.clock.unix_s()))
         except BaseException as error:
             await quota.undo(error)
             raise
@@ -184,8 +185,9 @@ class RequestAdmission:
             sampling=replace(spec.sampling, seed=before.sampling.seed),
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
         )
-        if terms.record is not None:
-            await terms.record(spec, admitted.degradations)
+        if terms.settlement is not None:
+            recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
+            await terms.settlement.accept(recorded)
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
         return replace(admitted, spec=spec, ticket=ticket)
 

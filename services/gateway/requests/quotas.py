@@ -6,7 +6,7 @@ A slot that the store granted is always released, also when the caller is cancel
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
 import structlog
@@ -16,9 +16,9 @@ from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, Price
 from services.core.usage import RequestUsage
 from services.gateway.policy.claims import Payer, RequestBound
-from services.gateway.requests.terms import Settle
+from services.gateway.requests.terms import Settlement
 from services.gateway.service_types import Ports
-from services.ports.limiter import NO_PRICE, Reservation
+from services.ports.limiter import NO_PRICE, Limiter, Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -140,33 +140,30 @@ class HeldQuota:
         claiming, self._claiming = self._claiming, None
         if claiming is not None and isinstance(outcome := await claiming, Reservation):
             self.reservation = outcome
-        await _settle_or_log(self._ports.limiter.settle, self.reservation, Usage(0, 0))
+        await _settle_or_log(self._ports.limiter, self.reservation, Usage(0, 0))
 
 
 async def settled(
-    ports: Ports,
-    reservation: Reservation,
-    usage: Usage,
-    event: RequestUsage,
-    settle: Settle | None = None,
-    report: Callable[[RequestUsage], None] | None = None,
+    ports: Ports, reservation: Reservation, event: RequestUsage, settlement: Settlement | None = None
 ) -> None:
     """Return once the slot is released, before the terminal event: the client's next request finds it free.
 
     It is released as well when the caller is cancelled meanwhile. A store that does not answer must not delay
-    a finished output: the reservation expires by itself. ``settle`` and ``report`` replace the limiter's and
-    the outbox's.
+    a finished output: the reservation expires by itself. A ``settlement`` takes the limiter's place.
 
     The usage is reported after the settlement. If the gateway is killed between them, the workers' reports of
     the request are booked; in the other order the ledger would have what the limiter never charged.
     """
+    if settlement is not None:
+        settlement.finish(reservation, event)
+        return
     try:
-        if settle is None and ports.held is not None and ports.held.settle_held(reservation, usage):
+        if ports.held is not None and ports.held.settle_held(reservation, event.usage):
             return
-        settling = _settle_or_log(settle or ports.limiter.settle, reservation, usage)
+        settling = _settle_or_log(ports.limiter, reservation, event.usage)
         await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
     finally:
-        (report or ports.report_usage)(event)
+        ports.report_usage(event)
 
 
 def granted(outcome: Reservation | FairwayError, ports: Ports) -> Reservation:
@@ -191,9 +188,9 @@ def check_timeout(asked_s: float, longest: RequestBound) -> None:
         )
 
 
-async def _settle_or_log(settle: Settle, reservation: Reservation, usage: Usage) -> None:
+async def _settle_or_log(limiter: Limiter, reservation: Reservation, usage: Usage) -> None:
     try:
-        await settle(reservation, usage)
+        await limiter.settle(reservation, usage)
     except FairwayError as error:
         log.warning("request.settle_failed", request_id=reservation.request_id, reason=error.reason)
 

@@ -244,8 +244,8 @@ class Request:
     async def _settle(self, admitted: Admitted, usage: Usage) -> None:
         """Release the slot and report the usage."""
         self.reservation = None
-        event, terms = admitted.usage_report(usage), self._terms
-        await settled(self._ports, admitted.reservation, usage, event, terms.settle, terms.report_usage)
+        event = admitted.usage_report(usage)
+        await settled(self._ports, admitted.reservation, event, self._terms.settlement)
 
     def _cancelled(self) -> FairwayError:
         """The cause of the task's cancellation: the face's error, otherwise the shutdown of the process."""

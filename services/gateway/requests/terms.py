@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -13,13 +13,12 @@ from services.core.records import Tenant
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
-
-Settle = Callable[[Reservation, Usage], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,14 @@ class Resume:
     replaceable: bool = False
 
 
-class Record(Protocol):
-    """Writes the acceptance of a request, including its differences from the client's."""
+class Settlement(Protocol):
+    """The record of an idempotency key, which settles its request in place of the limiter."""
 
-    def __call__(self, spec: GenerationSpec, degradations: Sequence[Degradation], /) -> Awaitable[None]: ...
+    async def accept(self, terms: AcceptedTerms) -> None:
+        """Record the acceptance before the request has any effect; a later one replaces it."""
+
+    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
+        """Take over the slot and the usage. The usage is reported once its settlement counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,8 @@ class RunTerms:
     cache: bool = False
     # The result of an earlier run, which this run continues.
     resume: Resume | None = None
-    # Awaited with the acceptance, before the request has any effect.
-    record: Record | None = None
-    # Settles the reservation in place of the limiter.
-    settle: Settle | None = None
-    # Receives the usage in place of the ports: it is reported when ``settle`` took effect.
-    report_usage: Callable[[RequestUsage], None] | None = None
+    # The record of its idempotency key; None without one.
+    settlement: Settlement | None = None
 
 
 @dataclass(frozen=True, slots=True)

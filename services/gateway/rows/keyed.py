@@ -8,7 +8,7 @@ id, by which it is charged once. The run has the deadline of the client that sta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -24,16 +24,12 @@ from services.core.errors import (
 )
 from services.core.fixed_cost.rows import RawTensor
 from services.core.generation import TokenLogprobs
-from services.core.usage import RequestUsage
-from services.gateway.events import Accepted, Finished, Received, RequestSink
-from services.gateway.idempotency.record_codec import AcceptedTerms
+from services.gateway.events import Accepted, Finished, RequestSink
 from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
-from services.gateway.idempotency.types import EarlierRun, KeyedRequest, RecordTerms
+from services.gateway.idempotency.types import EarlierRun, KeyedRequest
 from services.gateway.incidents import incident_of
-from services.gateway.requests.terms import Settle
-from services.gateway.requests.validate import Checked
-from services.gateway.rows.inputs import PreparedRows
-from services.gateway.rows.run import RecordedRun, RowsAnswer, RowsJob, RowsParts, RowsRun
+from services.gateway.requests.terms import Settlement
+from services.gateway.rows.run import RowsAnswer, RowsJob, RowsParts, RowsRun
 from services.gateway.rows.runs import PlainRows
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
@@ -99,21 +95,15 @@ class IdempotentRows:
         job: RowsJob,
         client: _Client,
         sink: RequestSink,
+        settlement: Settlement,
         earlier: EarlierRun | None,
-        record: RecordTerms,
-        settle: Settle,
-        report_usage: Callable[[RequestUsage], None],
     ) -> tuple[KeyedRequest, asyncio.Task[None]]:
         """Run the request on this gateway, with the id of the earlier run."""
         client.runs = True
         received = job.received
         if earlier is not None:
             received = replace(received, request_id=earlier.terms.request_id)
-
-        async def accept(checked: Checked, rows: PreparedRows) -> None:
-            await record(_terms_of(received, checked, rows))
-
-        run = RowsRun(replace(job, received=received), self._parts, RecordedRun(accept, settle, report_usage))
+        run = RowsRun(replace(job, received=received), self._parts, settlement)
         leave = self._service.enter(job.principal.tenant_id, run, job.received.face)
         drive = self._drive(run, received.request_id, sink)
         task = self._parts.ports.supervisor.spawn(f"request {received.request_id}", drive)
@@ -196,17 +186,4 @@ def decode_answer(finished: Finished, *, replayed: bool) -> RowsAnswer:
         usage=finished.usage,
         clock=finished.clock,
         replayed=replayed,
-    )
-
-
-def _terms_of(received: Received, checked: Checked, rows: PreparedRows) -> AcceptedTerms:
-    return AcceptedTerms(
-        request_id=received.request_id,
-        model=checked.route.model,
-        version_digest=checked.route.version_digest,
-        route_revision=checked.route.route_revision,
-        seed=0,
-        prompt_tokens=rows.total_tokens,
-        max_output_tokens=0,
-        received_unix_us=received.unix_us,
     )

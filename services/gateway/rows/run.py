@@ -27,14 +27,14 @@ from services.core.fixed_cost.signature import Signature
 from services.core.fixed_cost.tensors import Operation
 from services.core.generation import NO_USAGE, Principal, StageClock, Usage
 from services.core.limits import Price, RateState
-from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Finished, Received
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer, admission_limits, claims_of
 from services.gateway.requests.admission import class_of
 from services.gateway.requests.quotas import HeldQuota, RequestQuotas, check_timeout, settled
 from services.gateway.requests.stage_timer import Stage
-from services.gateway.requests.terms import Settle, usage_of
+from services.gateway.requests.terms import Settlement, usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.rows.inputs import PreparedRows
 from services.gateway.service_types import Ports, RowsMessage
@@ -86,18 +86,6 @@ class RowsJob(Struct, frozen=True):
     work: RowsWork
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedRun:
-    """How a request with an idempotency key is recorded."""
-
-    # Awaited with the acceptance, before any row runs.
-    accept: Callable[[Checked, PreparedRows], Awaitable[None]]
-    # Settles the reservation in place of the limiter.
-    settle: Settle
-    # Receives the usage in place of the ports: it is reported when ``settle`` took effect.
-    report_usage: Callable[[RequestUsage], None]
-
-
 class RowsAnswer(Struct, frozen=True):
     """The outputs of all rows, each with the rows as its first extent."""
 
@@ -125,14 +113,14 @@ class _Ready(Struct, frozen=True):
 class RowsRun:
     """Drives one request to its answer or its error; the caller's task runs it."""
 
-    def __init__(self, job: RowsJob, parts: RowsParts, record: RecordedRun | None = None) -> None:
+    def __init__(self, job: RowsJob, parts: RowsParts, settlement: Settlement | None = None) -> None:
         self.reservation: Reservation | None = None
         self.usage = NO_USAGE
         self.buffered_tokens = 0
         self._job = job
         self._parts = parts
         self._ports = parts.ports
-        self._record = record
+        self._settlement = settlement
         self._telemetry = parts.ports.telemetry.begin(job.received)
         self._timer = self._telemetry.timer()
         self._scope: asyncio.Timeout | None = None
@@ -194,8 +182,7 @@ class RowsRun:
             if claims := claims_of(payer, price, ready.rows.total_tokens):
                 self._enter(Stage.ADMIT)
                 await quota.claim(claims, price)
-            if self._record is not None:
-                await self._record.accept(checked, ready.rows)
+            await self._record(ready)
         except BaseException as error:
             await quota.undo(error)
             raise
@@ -244,8 +231,7 @@ class RowsRun:
                 self.usage,
                 self._ports.clock.unix_s(),
             )
-            apart = (None, None) if self._record is None else (self._record.settle, self._record.report_usage)
-            await settled(self._ports, reservation, self.usage, event, *apart)
+            await settled(self._ports, reservation, event, self._settlement)
         for index, end in enumerate(ends):
             if end.error is not None:
                 await self._condemn(ready, ends)
@@ -276,10 +262,25 @@ class RowsRun:
             await self._ports.clock.sleep(_REROUTE_S)
             checked = self._parts.validator.check_rows(self._job.principal, self._job.message)
             ready = await self._prepared(checked)
-            if self._record is not None:
-                await self._record.accept(checked, ready.rows)
+            await self._record(ready)
             self._accepted(checked, payer, ready)
         raise AssertionError("the last round returns or raises")
+
+    async def _record(self, ready: _Ready) -> None:
+        """Record the acceptance of a request with a key, before any row runs."""
+        if self._settlement is None:
+            return
+        terms = AcceptedTerms(
+            request_id=self._job.received.request_id,
+            model=ready.route.model,
+            version_digest=ready.route.version_digest,
+            route_revision=ready.route.route_revision,
+            seed=0,
+            prompt_tokens=ready.rows.total_tokens,
+            max_output_tokens=0,
+            received_unix_us=self._job.received.unix_us,
+        )
+        await self._settlement.accept(terms)
 
     def _request(self, checked: Checked, payer: Payer, ready: _Ready) -> RowsRequest:
         received = self._job.received

@@ -10,8 +10,8 @@ from services.core.errors import IntegrityError
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, StageClock, Usage
 from services.gateway.events import Finished
 from services.gateway.idempotency.followers import FollowerBroadcast
-from services.gateway.idempotency.ownership import RecordOwnership, terms_of
-from services.gateway.idempotency.record_codec import encode, end_in
+from services.gateway.idempotency.ownership import RecordOwnership
+from services.gateway.idempotency.record_codec import encode, end_in, terms_of
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
@@ -35,7 +35,9 @@ PORTS = KeyedPorts(
 
 
 def ownership_of(broadcast: FollowerBroadcast) -> RecordOwnership:
-    return RecordOwnership(Hold(RecordKey("acme", "0" * 32), "g", 1), PORTS, broadcast, lambda: None)
+    return RecordOwnership(
+        Hold(RecordKey("acme", "0" * 32), "g", 1), PORTS, RecordReader(broadcast), lambda: None
+    )
 
 
 def test_the_last_piece_waits_for_what_follows_it() -> None:
@@ -68,12 +70,10 @@ async def test_an_acceptance_by_another_version_replaces_the_first() -> None:
     claim = await PORTS.store.claim(RecordKey("acme", "1" * 32), "body", "g")
     assert isinstance(claim, Owned)
     broadcast = FollowerBroadcast(16, lambda follower, withdrawn: None)
-    ownership = RecordOwnership(claim.hold, PORTS, broadcast, lambda: None)
+    ownership = RecordOwnership(claim.hold, PORTS, RecordReader(broadcast), lambda: None)
     for digest in ("sha256:x", "sha256:y"):
         spec = GenerationSpec("req_1", "m", digest, 3, Prompt([1]), Sampling(7), OutputLimits(8))
-        accepted = terms_of(spec, (), 1.0)
-        terms = await ownership.accept(accepted, resumed=broadcast.terms is not None)
-        broadcast.accept(terms, fresh=True)
+        await ownership.accept(terms_of(spec, (), 1.0))
     read = FollowerBroadcast(16, lambda follower, withdrawn: None)
     tail = await PORTS.store.read(claim.hold.key, 0, watch=False)
     RecordReader(read).take(tail.chunks)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from services.core.generation import Usage
 from services.gateway.idempotency import record_writer
 from services.gateway.idempotency.record_writer import PendingRecordEnds
 from services.gateway.idempotency.run import KeyedRun
@@ -18,7 +17,7 @@ from tests.unit.gateway.idempotency.test_ownership import PORTS
 def ended(tenant: str, number: int) -> KeyedRun:
     key = RecordKey(tenant, f"{number:032x}")
     run = KeyedRun(key, "f", PORTS, cast_launch, lambda follower: None)
-    run.pending_end = Ending(Hold(key, "g", 1), b"", None, Usage(1, 1), True)
+    run.pending_end = Ending(Hold(key, "g", 1), b"", None, None, True)
     return run
 
 

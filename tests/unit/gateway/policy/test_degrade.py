@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
@@ -40,6 +40,7 @@ from services.core.records import (
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Received
 from services.gateway.faces.grpc.messages import accepted_message
+from services.gateway.idempotency.record_codec import AcceptedTerms, terms_of
 from services.gateway.policy.degrade import (
     Degradation,
     DegradationKind,
@@ -57,7 +58,7 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import KeptRecord, Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 SMALL = "sha256:" + "cd" * 32
@@ -239,20 +240,16 @@ SMALLER = Degradation(DegradationKind.SMALLER_MODEL, "chat-small", "chat-tiny", 
 
 async def admitted(
     gateway: Gateway, resume: Resume | None = None, *, who: Principal = WHO, **fields: Any
-) -> tuple[Admitted, list[tuple[GenerationSpec, tuple[Degradation, ...]]]]:
+) -> tuple[Admitted, list[AcceptedTerms]]:
     """Return a request under a key as it runs, and what was written down of it."""
     values: dict[str, Any] = {"model": "chat-small", "prompt": "the quick", "max_output_tokens": 50}
     generation = inference_pb2.Generation(**{**values, **fields})
     received = Received(SystemClock().monotonic_s(), 1, "req_1")
-    written: list[tuple[GenerationSpec, tuple[Degradation, ...]]] = []
-
-    async def record(spec: GenerationSpec, degradations: Sequence[Degradation], /) -> None:
-        written.append((spec, tuple(degradations)))
-
+    record = KeptRecord()
     telemetry = GatewayTelemetry().begin(received)
-    terms = RunTerms(received, 20.0, resume=resume, record=record)
+    terms = RunTerms(received, 20.0, resume=resume, settlement=record)
     admit = gateway.service._admission.admit
-    return await admit(who, generation, telemetry.timer(), terms, telemetry), written
+    return await admit(who, generation, telemetry.timer(), terms, telemetry), record.accepted
 
 
 async def test_what_is_given_under_a_key_is_written_down_as_it_is_given(gateway: Gateway) -> None:
@@ -260,14 +257,14 @@ async def test_what_is_given_under_a_key_is_written_down_as_it_is_given(gateway:
     found, written = await admitted(gateway)
     assert found.degradations == (SMALLER, CAPPED)
     assert (found.spec.model, found.spec.limits.max_tokens) == ("chat-tiny", 10)
-    assert written == [(found.spec, found.degradations)]
+    assert written == [terms_of(found.spec, found.degradations, 0.0)]
 
 
 async def test_what_goes_on_is_not_degraded_anew(gateway: Gateway) -> None:
     gateway.pressure[DIGEST] = 1.0
     found, written = await admitted(gateway, Resume(PinnedVersion(DIGEST, 1), (), ()))
     assert (found.spec.model, found.spec.limits.max_tokens) == ("chat-small", 50)
-    assert written == [(found.spec, ())]
+    assert written == [terms_of(found.spec, (), 0.0)]
 
 
 async def test_what_was_degraded_goes_on_so_without_pressure(gateway: Gateway, fleet: Any) -> None:

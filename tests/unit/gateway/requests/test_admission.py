@@ -27,7 +27,6 @@ from services.core.errors import (
 )
 from services.core.generation import (
     Constraint,
-    GenerationSpec,
     NotAdmittedReason,
     Principal,
     StartSpec,
@@ -42,7 +41,6 @@ from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
 from services.gateway.poison import PoisonGate
-from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.terms import Produced, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
@@ -58,7 +56,7 @@ from services.runtime.supervisor import Supervisor
 from tests.support.waiting import until
 from tests.unit.gateway import test_splits
 from tests.unit.gateway.conftest import View
-from tests.unit.gateway.requests.test_request import Placement, Sink, Workers, emit, ended
+from tests.unit.gateway.requests.test_request import KeptRecord, Placement, Sink, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32
 CLOCK = SystemClock()
@@ -443,13 +441,9 @@ async def test_a_request_of_an_aborted_version_is_resolved_again_and_recorded_ag
         sink.on_not_admitted(NotAdmittedReason.STALE_ROUTE)
 
     gateway.workers.scripts.insert(0, abort)
-    recorded: list[tuple[str, int]] = []
-
-    async def record(spec: GenerationSpec, degradations: Sequence[Degradation]) -> None:
-        recorded.append((spec.version_digest, spec.sampling.seed))
-
+    record = KeptRecord()
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
-    terms = RunTerms(gateway.received(), 20.0, record=record)
+    terms = RunTerms(gateway.received(), 20.0, settlement=record)
     sink = Sink()
     _, task = gateway.service.start(who("free"), generation, sink, terms)
     await task
@@ -458,8 +452,8 @@ async def test_a_request_of_an_aborted_version_is_resolved_again_and_recorded_ag
     assert [start.grant.version_digest for start in gateway.workers.started] == digests
     assert [start.generation.route_revision for start in gateway.workers.started] == [50, 51]
     assert [one.version_digest for one in sink.accepted] == digests
-    assert [digest for digest, _ in recorded] == digests
-    assert len({seed for _, seed in recorded}) == 1, "the seed stays"
+    assert [terms.version_digest for terms in record.accepted] == digests
+    assert len({terms.seed for terms in record.accepted}) == 1, "the seed stays"
 
 
 async def test_an_input_in_quarantine_is_refused_without_a_placement(gateway: Gateway, fleet: Any) -> None:

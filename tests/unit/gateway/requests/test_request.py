@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
@@ -29,7 +30,9 @@ from services.core.generation import (
 from services.core.poison.fingerprint import fingerprint_of
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
+from services.core.usage import RequestUsage
 from services.gateway.events import Accepted, Finished, Received
+from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import MAX_ROUTES, Request
@@ -39,6 +42,7 @@ from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from tests.support.waiting import until
 
 CLOCK = SystemClock()
 
@@ -72,6 +76,20 @@ class Sink:
     def on_failed(self, error: errors.FairwayError) -> None:
         assert self.end is None
         self.end = error
+
+
+@dataclass
+class KeptRecord:
+    """The settlement of a request with a key. It keeps the acceptances without their time."""
+
+    accepted: list[AcceptedTerms] = field(default_factory=list)
+    settled: list[tuple[Reservation, RequestUsage]] = field(default_factory=list)
+
+    async def accept(self, terms: AcceptedTerms) -> None:
+        self.accepted.append(structs.replace(terms, received_unix_us=0))
+
+    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
+        self.settled.append((reservation, event))
 
 
 class Placement:
@@ -611,6 +629,24 @@ async def test_an_error_inside_the_worker_is_an_incident_not_a_text() -> None:
     assert isinstance(end, errors.InternalError)
     assert "/srv" not in end.message
     assert end.metadata["incident"] == "inc_7"
+
+
+@pytest.mark.parametrize("end", [ended(1), "cancelled"])
+async def test_a_record_settles_in_place_of_the_limiter_whatever_ends_the_request(
+    end: SequenceEnd | str,
+) -> None:
+    reported: list[RequestUsage] = []
+    harness, record = Harness(emit(1, end if isinstance(end, SequenceEnd) else None)), KeptRecord()
+    harness.terms = replace(harness.terms, settlement=record)
+    harness.use(replace(harness.ports, report_usage=reported.append))
+    task = harness.start()
+    if end == "cancelled":
+        await until(lambda: bool(harness.sink.tokens))
+        harness.request.cancel()
+    await task
+    ((reservation, event),) = record.settled
+    assert (reservation.request_id, event.usage.output_tokens) == ("req_1", 1)
+    assert (harness.limiter.usage, reported) == ([], []), "the record's owner does both"
 
 
 async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:

@@ -458,7 +458,7 @@ async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: di
         at_once(held.claim(claims_of(payer, PRICE, 4), PRICE))
         assert leased.leased == 1
         event = usage_of(payer, "hot", "embedder", "", PRICE, Usage(4, 0), 0.0)
-        at_once(settled(gateway.ports, held.reservation, event.usage, event))
+        at_once(settled(gateway.ports, held.reservation, event))
         assert leased.leased == 0
         assert gateway.supervisor.running == spawned
         refused = at_once(quotas.reserve("acme", "hot-2", payer.on_requests))
