@@ -8,26 +8,25 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import structlog
 from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
 from services.core.errors import Draining, FairwayError, QueueFull, RequestRateExceeded, StoreUnavailable
-from services.core.generation import Principal, Usage
+from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import BATCH_FACE, Delivered, Event, Handle, Received, RequestSink, never
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.parts import in_parts
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import Admit, Request, RequestWork
+from services.gateway.requests.sequences import work_of
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
-from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
 from services.gateway.shadow import ShadowCopies
 from services.ports.clock import Clock
-from services.ports.limiter import Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -42,21 +41,6 @@ class ServedModel:
     max_context_tokens: int
     ready_replicas: int
     created_unix_s: int
-
-
-class RunningRequest(Protocol):
-    """What a gateway counts, renews and cancels, whatever its kind."""
-
-    @property
-    def reservation(self) -> Reservation | None: ...
-
-    @property
-    def usage(self) -> Usage: ...
-
-    @property
-    def buffered_tokens(self) -> int: ...
-
-    def cancel(self, error: FairwayError | None = None) -> None: ...
 
 
 class GatewayService:
@@ -78,7 +62,7 @@ class GatewayService:
         self._catalog = catalog
         self._ports = ports
         self.limits = limits
-        self._requests: dict[RunningRequest, None] = {}  # running requests in order of arrival
+        self._requests: dict[Request, None] = {}  # running requests in order of arrival
         self._lines = 0  # lines of batches among them
         self._counting: Counter[str] = Counter()
         self._draining = False
@@ -288,19 +272,21 @@ class GatewayService:
         self, principal: Principal, generation: inference_pb2.Generation, sink: RequestSink, terms: RunTerms
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start a request that is accepted: its handle, and the task that ends after its terminal event."""
-        ports, tenant_id = self._ports, principal.tenant_id
-        request = Request(terms, sink, ports)
-        admit = partial(self._admit, principal, generation, request, terms)
-        task = ports.supervisor.spawn(f"request {request.request_id}", request.run(admit))
-        request.bind(task)
-        leave = self.enter(tenant_id, request, terms.received.face)
-        task.add_done_callback(lambda _: leave())
-        return request, task
+        request = Request(terms, self._ports)
+        admit = partial(self._admit, principal, generation, request, sink)
+        return request, self.spawn(principal.tenant_id, request, admit, sink)
 
-    def enter(self, tenant_id: str, request: RunningRequest, face: str) -> Callable[[], None]:
+    def spawn(self, tenant_id: str, request: Request, admit: Admit, sink: RequestSink) -> asyncio.Task[None]:
+        """Run a request that is accepted, of any kind; the task ends after its terminal event."""
+        task = self._ports.supervisor.spawn(f"request {request.request_id}", request.deliver(admit, sink))
+        leave = self.enter(tenant_id, request)
+        task.add_done_callback(lambda _: leave())
+        return task
+
+    def enter(self, tenant_id: str, request: Request) -> Callable[[], None]:
         """Count a request as running until the returned function is called, once."""
         self._requests[request] = None
-        lines = int(face == BATCH_FACE)
+        lines = int(request.terms.received.face == BATCH_FACE)
         self._lines += lines
         self.capacity.enter(tenant_id)
 
@@ -312,10 +298,16 @@ class GatewayService:
         return leave
 
     async def _admit(
-        self, principal: Principal, generation: inference_pb2.Generation, request: Request, terms: RunTerms
-    ) -> Admitted:
-        admitted = await self._admission.admit(principal, generation, request.timer, terms, request.telemetry)
-        return self.shadows.beside(admitted, generation)
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request: Request,
+        sink: RequestSink,
+    ) -> RequestWork:
+        admitted = await self._admission.admit(
+            principal, generation, request.timer, request.terms, request.telemetry
+        )
+        return work_of(self.shadows.beside(admitted, generation), sink, request)
 
 
 async def drain(service: GatewayService, clock: Clock, timeout_s: float) -> int:

@@ -30,6 +30,7 @@ from services.gateway.events import Accepted, Finished, Received
 from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.requests.admission import RequestAdmission
 from services.gateway.requests.request import Request
+from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.terms import Admitted, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service_types import GatewayLimits, Ports
@@ -111,12 +112,11 @@ class ShadowCopies:
         copy = Copy(admitted, arm, self._ports)
         admit = partial(self._admit, admitted, generation, copy)
         name = f"shadow {copy.request.request_id}"
-        task = self._ports.supervisor.spawn(name, copy.request.run(admit))
-        copy.request.bind(task)
+        task = self._ports.supervisor.spawn(name, copy.request.deliver(admit, copy))
         self._running[copy] = None
         task.add_done_callback(partial(self._ended, spec.model, copy))
 
-    async def _admit(self, copied: Admitted, generation: inference_pb2.Generation, copy: Copy) -> Admitted:
+    async def _admit(self, copied: Admitted, generation: inference_pb2.Generation, copy: Copy) -> Sequences:
         """Return the copy, ready to run on the shadow version and on no other."""
         request = copy.request
         own = generation_of_copy(copied, generation)
@@ -125,7 +125,8 @@ class ShadowCopies:
         except FairwayError:
             request.telemetry.compared_in(copied.spec.step, own.session_key)
             raise
-        return replace(found, spec=_as_copied(found.spec, copied.spec), reroute=None)
+        own_terms = replace(found, spec=_as_copied(found.spec, copied.spec), reroute=None)
+        return Sequences(own_terms, copy, request)
 
     def _ended(self, model: str, copy: Copy, _: asyncio.Task[None]) -> None:
         self._running.pop(copy, None)
@@ -154,7 +155,7 @@ class Copy:
             max(0.0, copied.deadline_s - now_s),
             resume=Resume(pinned, (), ()),
         )
-        self.request = Request(self.terms, self, ports)
+        self.request = Request(self.terms, ports)
 
     def on_accepted(self, accepted: Accepted) -> None: ...
 

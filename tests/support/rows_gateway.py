@@ -48,10 +48,9 @@ from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
-from services.gateway.rows.keyed import IdempotentRows
-from services.gateway.rows.run import RowsParts
-from services.gateway.rows.runs import PlainRows
+from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.service import RowsService
+from services.gateway.rows.work import RowsParts
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
@@ -157,7 +156,7 @@ class RowsGateway:
             self.runner,
             prefills=self.runner,
         )
-        runs = IdempotentRows(PlainRows(self.service, work), self.service, self.identity, work)
+        runs = RowsRuns(self.service, self.identity, work)
         self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)
         self._numbers = count()
 

@@ -65,13 +65,12 @@ from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.responses.store import ResponseStore
 from services.gateway.rows.explanations import RowExplanations
-from services.gateway.rows.keyed import IdempotentRows
+from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.prefills import PrefilledRows
-from services.gateway.rows.run import RowsParts
 from services.gateway.rows.runner import LeasedRows, RowLimits
-from services.gateway.rows.runs import PlainRows
 from services.gateway.rows.service import RowsService
+from services.gateway.rows.work import RowsParts
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -279,7 +278,7 @@ def _gateway_services(
     )
     prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
-    runs = IdempotentRows(PlainRows(service, parts), service, identity, parts)
+    runs = RowsRuns(service, identity, parts)
     return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)
 
 

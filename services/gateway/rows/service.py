@@ -15,8 +15,10 @@ from services.core.fixed_cost.tensors import Operation
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Received
+from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.inputs import PreparedRows, id_rows
+from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
@@ -27,10 +29,9 @@ from services.gateway.rows.results import (
     scores,
     vectors,
 )
-from services.gateway.rows.run import RowsAnswer, RowsJob, RowsWork
-from services.gateway.rows.runs import RowsRuns
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
 from services.gateway.rows.texts import picture_rows, text_rows
+from services.gateway.rows.work import RowsAnswer, RowsJob, RowsWork
 from services.gateway.service import GatewayService
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
@@ -220,7 +221,7 @@ class RowsService:
         service.check_open(principal.tenant_id, request.model, received)
         longest_s = service.max_timeout_s(principal, request)
         within_s = min(service.limits.timeout_of(request, timeout_s), longest_s)
-        return await self._runs.answer(RowsJob(principal, request, received, within_s, work))
+        return await self._runs.answer(RowsJob(principal, request, RunTerms(received, within_s), work))
 
 
 def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:

@@ -19,6 +19,7 @@ from services.core import errors
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.requests.request import Request
+from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.stage_timer import STAGE_NAMES, Stage
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
@@ -98,19 +99,18 @@ class Rig:
             telemetry=self.telemetry,
         )
         terms = RunTerms(Received(began_s, 1, "req_1", face="http"), 30.0)
-        request = Request(terms, self.sink, ports)
+        request = Request(terms, ports)
 
-        async def admit() -> Admitted:
+        async def admit() -> Sequences:
             if self.refuse is not None:
                 raise self.refuse
             request.timer.enter(Stage.ADMIT, CLOCK.monotonic_s())
             reservation = await self.limiter.admit("acme", "req_1", ())
             limits = GatewayLimits(window_tokens=8)
-            return Admitted(SPEC, reservation, payer(), b"t", terms, ports, limits, request.telemetry)
+            admitted = Admitted(SPEC, reservation, payer(), b"t", terms, ports, limits, request.telemetry)
+            return Sequences(admitted, self.sink, request)
 
-        task = self.supervisor.spawn("request", request.run(admit))
-        request.bind(task)
-        await task
+        await self.supervisor.spawn("request", request.deliver(admit, self.sink))
         return CLOCK.monotonic_s() - began_s
 
     def counted(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:

@@ -11,8 +11,8 @@ import numpy as np
 from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.row_requests import EmbeddingsCall, RerankCall
 from services.gateway.rows.results import LABEL, PROBABILITIES, label_names
-from services.gateway.rows.run import RowsAnswer
 from services.gateway.rows.service import Embeddings, Inferred, Scores
+from services.gateway.rows.work import RowsAnswer
 
 _encode: Final = msgspec.json.Encoder().encode
 

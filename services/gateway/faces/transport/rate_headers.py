@@ -8,7 +8,7 @@ from services.core.errors import OverQuota
 from services.core.limits import RateState
 from services.gateway.events import Accepted
 from services.gateway.faces.openai.errors import Header
-from services.gateway.rows.run import RowsAnswer
+from services.gateway.rows.work import RowsAnswer
 
 
 def rate_headers(outcome: Accepted | OverQuota | RowsAnswer) -> list[Header]:

@@ -36,6 +36,7 @@ from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import MAX_ROUTES, Request
+from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.terms import Admitted, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Reservation
@@ -205,15 +206,15 @@ class Harness:
             error_of=lambda reason, text: self.reason_of(reason, text),
         )
         self.terms = RunTerms(Received(CLOCK.monotonic_s(), 1, "req_1"), timeout_s)
-        self.request = Request(self.terms, self.sink, self.ports)
+        self.request = Request(self.terms, self.ports)
 
     def use(self, ports: Ports) -> None:
         """Have the request act through these ports."""
         self.ports = ports
-        self.request = Request(self.terms, self.sink, ports)
+        self.request = Request(self.terms, ports)
 
-    async def admit(self) -> Admitted:
-        return Admitted(
+    async def admit(self) -> Sequences:
+        admitted = Admitted(
             self.spec,
             await self.limiter.admit("acme", "req_1", ()),
             payer(),
@@ -224,11 +225,10 @@ class Harness:
             self.request.telemetry,
             reroute=self.reroute,
         )
+        return Sequences(admitted, self.sink, self.request)
 
     def start(self) -> asyncio.Task[None]:
-        task = self.supervisor.spawn("request", self.request.run(self.admit))
-        self.request.bind(task)
-        return task
+        return self.supervisor.spawn("request", self.request.deliver(self.admit, self.sink))
 
     async def run(self) -> Finished | errors.FairwayError:
         await self.start()
@@ -602,10 +602,10 @@ class Panic(BaseException):
 async def test_a_bug_becomes_an_incident_not_a_text(bug: BaseException) -> None:
     harness = Harness(emit(1, None))
 
-    async def broken() -> Admitted:
+    async def broken() -> Sequences:
         raise bug
 
-    await harness.request.run(broken)
+    await harness.request.deliver(broken, harness.sink)
     end = harness.sink.end
     assert isinstance(end, errors.InternalError)
     assert "secret" not in end.message

@@ -59,6 +59,7 @@ from services.core.records import (
 from services.gateway.budgets import TenantBudgets
 from services.gateway.policy.claims import claims_of
 from services.gateway.requests.quotas import RequestQuotas, settled
+from services.gateway.requests.request import MAX_ROUTES
 from services.gateway.requests.terms import usage_of
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
@@ -352,7 +353,7 @@ async def test_a_route_that_stays_stale_ends_the_request(gateway: RowsGateway) -
     gateway.runner.raises = [StaleRoute("withdrawn")] * 100
     with pytest.raises(StaleRoute):
         await embed(gateway, "dog")
-    assert len(gateway.runner.requests) == 8
+    assert len(gateway.runner.requests) == MAX_ROUTES
     await at_rest(gateway)
 
 

@@ -14,8 +14,8 @@ from services.gateway.batches.output_lines import LineAnswer
 from services.gateway.events import Received
 from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader
-from services.gateway.rows.run import RowsAnswer
 from services.gateway.rows.service import Embeddings
+from services.gateway.rows.work import RowsAnswer
 from tests.support.clocks import QuickClock
 
 CALLER = Principal("k", KeyRole.TENANT, "acme")

@@ -10,8 +10,8 @@ from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor
 from services.core.generation import StageClock, Usage
 from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
-from services.gateway.rows.run import RowsAnswer
 from services.gateway.rows.service import Inferred
+from services.gateway.rows.work import RowsAnswer
 
 IDS, TYPES = np.arange(6, dtype=np.int64), np.ones(6, np.int64)
 
