@@ -304,9 +304,7 @@ class GatewayService:
         request: Request,
         sink: RequestSink,
     ) -> RequestWork:
-        admitted = await self._admission.admit(
-            principal, generation, request.timer, request.terms, request.telemetry
-        )
+        admitted = await self._admission.admit(principal, generation, request)
         return work_of(self.shadows.beside(admitted, generation), sink, request)
 
 

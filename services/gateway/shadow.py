@@ -121,7 +121,7 @@ class ShadowCopies:
         request = copy.request
         own = generation_of_copy(copied, generation)
         try:
-            found = await self._admission.admit(_OWNER, own, request.timer, copy.terms, request.telemetry)
+            found = await self._admission.admit(_OWNER, own, request)
         except FairwayError:
             request.telemetry.compared_in(copied.spec.step, own.session_key)
             raise
@@ -150,12 +150,12 @@ class Copy:
         received = copied.terms.received
         now_s = ports.clock.monotonic_s()
         pinned = PinnedVersion(arm.version_digest, arm.route_revision)
-        self.terms = RunTerms(
+        terms = RunTerms(
             Received(now_s, int(ports.clock.unix_s() * 1e6), received.request_id + "-shadow", received.face),
             max(0.0, copied.deadline_s - now_s),
             resume=Resume(pinned, (), ()),
         )
-        self.request = Request(self.terms, ports)
+        self.request = Request(terms, ports)
 
     def on_accepted(self, accepted: Accepted) -> None: ...
 

@@ -22,8 +22,9 @@ from services.gateway.idempotency.record_codec import (
 )
 from services.gateway.idempotency.record_log import Piece, Place, outputs
 from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.types import Ending, KeyedPorts, KeyedRequest
+from services.gateway.idempotency.types import EarlierRun, Ending, KeyedPorts
 from services.gateway.policy.retry import ends_record
+from services.gateway.requests.request import Request
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
 
@@ -45,7 +46,7 @@ class RecordOwnership:
         self.hold = hold
         self.fenced = False
         self.watched_until_s = 0.0
-        self.request: KeyedRequest | None = None
+        self.request: Request | None = None
         self._ports = ports
         self._reader = reader
         self._broadcast = reader.broadcast
@@ -60,7 +61,7 @@ class RecordOwnership:
         self._credited: dict[int, int] = {}
         self._accepted = False  # the acceptance was recorded by this run
 
-    def start(self, request: KeyedRequest, chars: Sequence[int]) -> None:
+    def start(self, request: Request, chars: Sequence[int]) -> None:
         """The request runs; each choice continues after that many characters."""
         self.request = request
         self._chars = dict(enumerate(chars))
@@ -181,6 +182,10 @@ class RecordOwnership:
         if taken > credited and self.request is not None:
             self._credited[choice] = taken
             self.request.credit(choice, taken - credited)
+
+
+# Starts the request of a record from what an earlier run left; the ownership is its sink and its settlement.
+Launch = Callable[[RecordOwnership, EarlierRun | None], tuple[Request, asyncio.Task[None]]]
 
 
 async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:

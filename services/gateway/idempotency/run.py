@@ -27,11 +27,11 @@ from services.core.errors import (
 )
 from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
-from services.gateway.idempotency.ownership import RecordOwnership, write_ending
+from services.gateway.idempotency.ownership import Launch, RecordOwnership, write_ending
 from services.gateway.idempotency.record_codec import encode, failure_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
-from services.gateway.idempotency.types import Ending, KeyedPorts, Launch
+from services.gateway.idempotency.types import Ending, KeyedPorts
 from services.gateway.incidents import incident_of
 from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
 
@@ -210,7 +210,7 @@ class KeyedRun:
         earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
         if not self.broadcast.whole:
             raise too_large()  # the retained part of the output is not enough to continue
-        request, task = self._launch(ownership, ownership, earlier)
+        request, task = self._launch(ownership, earlier)
         ownership.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
         if self._stopped is not None:
             request.cancel(self._stopped)

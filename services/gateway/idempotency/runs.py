@@ -14,11 +14,11 @@ from services.core.errors import ConcurrencyExceeded, FairwayError
 from services.core.shares import share_of
 from services.gateway.events import Delivered, RequestSink
 from services.gateway.idempotency.followers import RecordFollower, copy_of
-from services.gateway.idempotency.ownership import RecordOwnership
+from services.gateway.idempotency.ownership import Launch, RecordOwnership
 from services.gateway.idempotency.record_writer import PendingRecordEnds, RecordFlusher
 from services.gateway.idempotency.run import KeyedRun
 from services.gateway.idempotency.telemetry import KeyOutcome
-from services.gateway.idempotency.types import KeyedPorts, Launch
+from services.gateway.idempotency.types import KeyedPorts
 from services.gateway.service_types import RequestCapacity, subtract
 from services.ports.idempotency import RecordKey
 from services.runtime.supervisor import Supervisor

@@ -15,11 +15,12 @@ from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
+from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.runs import KeyedRuns
 from services.gateway.idempotency.types import EarlierRun, KeyedPorts
 from services.gateway.requests.request import Request
-from services.gateway.requests.terms import Resume, RunTerms, Settlement
+from services.gateway.requests.terms import Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
@@ -109,8 +110,7 @@ class IdempotentService(GatewayService):
         principal: Principal,
         generation: inference_pb2.Generation,
         received: Received,
-        sink: RequestSink,
-        settlement: Settlement,
+        ownership: RecordOwnership,
         earlier: EarlierRun | None,
     ) -> tuple[Request, asyncio.Task[None]]:
         """Start or resume a request. Its clients have deadlines; the request has the server's.
@@ -142,8 +142,8 @@ class IdempotentService(GatewayService):
             degraded = degraded_out(accepted.degraded)
             resume = Resume(version, earlier.produced, degraded, form, replaceable=not begun)
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
-        terms = RunTerms(received, longest_s, resume=resume, settlement=settlement)
-        return self.start(principal, generation, sink, terms)
+        terms = RunTerms(received, longest_s, resume=resume, settlement=ownership)
+        return self.start(principal, generation, ownership, terms)
 
 
 def record_key(secret: bytes, tenant_id: str, idempotency_key: str, received: Received) -> RecordKey:

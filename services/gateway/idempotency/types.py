@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from services.core.errors import FairwayError
 from services.core.generation import NO_USAGE, Usage
 from services.core.usage import RequestUsage
-from services.gateway.events import RequestSink
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.requests.terms import Produced, Settlement
+from services.gateway.requests.terms import Produced
 from services.ports.clock import Clock
 from services.ports.idempotency import Hold, IdempotencyStore
 from services.ports.limiter import Limiter, Reservation
@@ -45,24 +41,6 @@ class EarlierRun:
 
     terms: AcceptedTerms
     produced: tuple[Produced, ...]
-
-
-class KeyedRequest(Protocol):
-    """The request of a key while it runs on this gateway."""
-
-    def credit(self, choice: int, tokens: int) -> None:
-        """The clients took tokens of a choice."""
-
-    def cancel(self, error: FairwayError | None = None) -> None:
-        """End it; its sink receives ``error``, by default a cancellation."""
-
-
-class Launch(Protocol):
-    """Starts the request, which its record settles."""
-
-    def __call__(
-        self, sink: RequestSink, settlement: Settlement, earlier: EarlierRun | None
-    ) -> tuple[KeyedRequest, asyncio.Task[None]]: ...
 
 
 @dataclass(frozen=True, slots=True)

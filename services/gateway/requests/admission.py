@@ -31,11 +31,11 @@ from services.gateway.policy.claims import (
 )
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
-from services.gateway.requests.stage_timer import Stage, StageTimer
-from services.gateway.requests.terms import Admitted, Resume, RunTerms
+from services.gateway.requests.request import Request
+from services.gateway.requests.stage_timer import Stage
+from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
-from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF
 from services.rpc.convert.times import seconds_of
@@ -64,14 +64,10 @@ class RequestAdmission:
         self._quotas = RequestQuotas(identity, ports)
 
     async def admit(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        timer: StageTimer,
-        terms: RunTerms,
-        telemetry: RequestTelemetry,
+        self, principal: Principal, generation: inference_pb2.Generation, request: Request
     ) -> Admitted:
-        resume, request_id = terms.resume, terms.received.request_id
+        terms, timer, telemetry = request.terms, request.timer, request.telemetry
+        resume, request_id = terms.resume, request.request_id
         if self._catalog.has(generation.model):
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked, form = self._checked(principal, generation, resume)

@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 from services.core.errors import DeadlineExceeded, DeadlineUnmeetable, FairwayError
 from services.core.generation import TokenLogprobs
-from services.gateway.events import Accepted, Finished, RequestSink
+from services.gateway.events import Accepted, Finished
+from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
 from services.gateway.idempotency.types import EarlierRun
 from services.gateway.requests.request import Request
-from services.gateway.requests.terms import RunTerms, Settlement
+from services.gateway.requests.terms import RunTerms
 from services.gateway.rows.work import Rows, RowsAnswer, RowsJob, RowsParts, decode_answer
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
@@ -96,22 +97,17 @@ class RowsRuns:
         return decode_answer(finished, replayed=not client.runs)
 
     def _launch(
-        self,
-        job: RowsJob,
-        client: _Client,
-        sink: RequestSink,
-        settlement: Settlement,
-        earlier: EarlierRun | None,
+        self, job: RowsJob, client: _Client, ownership: RecordOwnership, earlier: EarlierRun | None
     ) -> tuple[Request, asyncio.Task[None]]:
         """Run the request on this gateway, with the id of the earlier run."""
         client.runs = True
         received = job.terms.received
         if earlier is not None:
             received = replace(received, request_id=earlier.terms.request_id)
-        terms = RunTerms(received, job.terms.timeout_s, settlement=settlement)
+        terms = RunTerms(received, job.terms.timeout_s, settlement=ownership)
         request = Request(terms, self._parts.ports)
         rows = Rows(job, self._parts, request)
-        return request, self._service.spawn(job.principal.tenant_id, request, rows.admit, sink)
+        return request, self._service.spawn(job.principal.tenant_id, request, rows.admit, ownership)
 
 
 class _Client:

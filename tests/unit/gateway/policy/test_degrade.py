@@ -49,12 +49,12 @@ from services.gateway.policy.degrade import (
     output_cap,
     smaller_model,
 )
+from services.gateway.requests.request import Request
 from services.gateway.requests.streaming import Completion
 from services.gateway.requests.terms import Admitted, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
 from services.gateway.service_types import GatewayLimits, Ports
-from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -246,10 +246,9 @@ async def admitted(
     generation = inference_pb2.Generation(**{**values, **fields})
     received = Received(SystemClock().monotonic_s(), 1, "req_1")
     record = KeptRecord()
-    telemetry = GatewayTelemetry().begin(received)
     terms = RunTerms(received, 20.0, resume=resume, settlement=record)
-    admit = gateway.service._admission.admit
-    return await admit(who, generation, telemetry.timer(), terms, telemetry), record.accepted
+    request = Request(terms, gateway.service._ports)
+    return await gateway.service._admission.admit(who, generation, request), record.accepted
 
 
 async def test_what_is_given_under_a_key_is_written_down_as_it_is_given(gateway: Gateway) -> None:

@@ -41,6 +41,7 @@ from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
 from services.gateway.poison import PoisonGate
+from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Produced, Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
@@ -290,8 +291,7 @@ async def test_what_goes_on_is_not_counted_against_the_rate_again(gateway: Gatew
     admission = gateway.service._admission
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
     terms = RunTerms(gateway.received(), 20.0, resume=Resume(PinnedVersion(DIGEST, 1), (), ()))
-    telemetry = GatewayTelemetry().begin(terms.received)
-    admitted = await admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
+    admitted = await admission.admit(who(), generation, Request(terms, gateway.service._ports))
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
     with pytest.raises(RequestRateExceeded):
         await gateway.ask()
@@ -304,8 +304,7 @@ async def test_only_what_has_no_output_leaves_a_version_that_is_gone(
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
     resume = Resume(PinnedVersion("sha256:" + "cd" * 32, 1), (), (), replaceable=replaceable)
     terms = RunTerms(gateway.received(), 20.0, resume=resume)
-    telemetry = GatewayTelemetry().begin(terms.received)
-    admit = gateway.service._admission.admit(who(), generation, telemetry.timer(), terms, telemetry)
+    admit = gateway.service._admission.admit(who(), generation, Request(terms, gateway.service._ports))
     if not replaceable:
         with pytest.raises(VersionGone):
             await admit
@@ -323,9 +322,8 @@ async def test_what_has_no_output_gets_the_arm_of_a_split_and_is_not_counted_in_
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
     resume = Resume(PinnedVersion(test_splits.OLD, 1), (), (), replaceable=True)
     terms = RunTerms(gateway.received(), 20.0, resume=resume)
-    telemetry = GatewayTelemetry().begin(terms.received)
     admission = gateway.service._admission
-    admitted = await admission.admit(who("free"), generation, telemetry.timer(), terms, telemetry)
+    admitted = await admission.admit(who("free"), generation, Request(terms, gateway.service._ports))
     spec = admitted.spec
     assert (spec.version_digest, spec.route_revision, spec.step) == (test_splits.NEW, 50, "")
     await gateway.limiter.settle(admitted.reservation, Usage(1, 1))
@@ -338,9 +336,8 @@ async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gat
     first = await gateway.limiter.admit("tokens", terms.received.request_id, ())
     first = await gateway.limiter.reserve(first, [Claim(RATE, 100)], NO_PRICE)
     await gateway.limiter.settle(first, Usage(3, 10), spooled=True)
-    telemetry = GatewayTelemetry().begin(terms.received)
     admission = gateway.service._admission
-    admitted = await admission.admit(who("tokens"), generation, telemetry.timer(), terms, telemetry)
+    admitted = await admission.admit(who("tokens"), generation, Request(terms, gateway.service._ports))
     assert len(admitted.spec.prompt.ids) == 3
     assert 967 <= await tokens_left(gateway) <= 969, "20 more than the earlier run's 13 are reserved"
     await gateway.limiter.settle(admitted.reservation, Usage(3, 30))
