@@ -1,4 +1,4 @@
-"""The attempts of one sequence: what follows from the end of each, and whether the sequence is a suspect."""
+"""The attempts of one sequence: each is run, and what follows from its end; whether it is a suspect."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from services.core.errors import (
+    DeadlineExceeded,
+    FairwayError,
     InternalError,
     NoLeader,
     NoWorkerAvailable,
     QueueTimeout,
+    SlowReader,
     StaleRoute,
     StreamBroken,
     VersionFailing,
@@ -23,6 +26,7 @@ from services.core.generation import (
     NotAdmittedReason,
     PlaceSpec,
     SequenceEnd,
+    StartSpec,
 )
 from services.core.poison.suspicion import Condemned, LossCause, LostTooOften, StepRole, Suspicion, judge
 from services.gateway.policy.retry import (
@@ -35,6 +39,7 @@ from services.gateway.policy.retry import (
     after_unreached,
 )
 from services.gateway.service_types import Ports
+from services.ports.worker import RunningSequence, SequenceSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +71,21 @@ async def placed(
         return await place(spec)
 
 
-class Attempts:
-    """Written by the sequence's task; the reader of its worker reports the acceptance."""
+class SequenceAttempts:
+    """One sequence on any worker that runs it, attempt by attempt; the sink of each, without its output.
+
+    Written by the sequence's task; the reader of its worker only resolves the outcome.
+    """
 
     def __init__(self, spec: GenerationSpec, ports: Ports, patience_s: float) -> None:
         """``patience_s``: how long workers may be out of reach."""
         self.losses = 0
+        self.device_us = 0  # on all workers that ran it and reported its end
         self._spec = spec
         self._ports = ports
         self._patience_s = patience_s
+        self._running: RunningSequence | None = None
+        self._outcome: asyncio.Future[Outcome] | None = None
         self._refusals = self._not_finite = 0
         self._accepted = False  # by the worker that was started last
         self._unreached = 0  # consecutive starts whose worker disconnected before acceptance, and since when
@@ -83,27 +94,58 @@ class Attempts:
         self._suspect_since_s: float | None = None  # the start of its first run apart
 
     @property
-    def trial_tokens(self) -> int:
+    def _trial_tokens(self) -> int:
         """How many tokens the next run produces apart; 0: the sequence is no suspect."""
         return self._suspicion.trial_tokens
 
-    def start(self) -> None:
-        """The sequence runs again."""
+    async def _attempt(self, start: StartSpec, sink: SequenceSink) -> Outcome:
+        """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
+        ports = self._ports
         self._accepted = False
-        if self.trial_tokens and self._suspect_since_s is None:
-            self._suspect_since_s = self._ports.clock.monotonic_s()
+        if self._trial_tokens and self._suspect_since_s is None:
+            self._suspect_since_s = ports.clock.monotonic_s()
+        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._outcome = outcome
+        self._running = ports.workers.start(start, sink)
+        try:
+            return await outcome
+        finally:
+            if ran_on(outcome):
+                self._running.cancel()
+            ports.placement.over(start.grant, refusal_of(outcome))
+            self._running = self._outcome = None
 
-    def accepted(self) -> None:
-        """The worker accepted the start."""
+    # --- part of SequenceSink: called by the worker client's reader --------------------------------
+
+    def on_accepted(self) -> None:
         self._accepted = True
         self._refusals = self._unreached = 0
 
-    def after(self, outcome: Outcome, worker_id: str, jitter: float) -> PlaceAgain | Condemned:
+    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
+        self._resolve(StartRefused(reason))
+
+    def on_finished(self, end: SequenceEnd) -> None:
+        self._resolve(end)
+
+    def on_lost(self, message: str) -> None:
+        self._resolve(Lost(message))
+
+    def _resolve(self, outcome: Outcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    # --- what follows from an outcome -------------------------------------------------------------
+
+    def _after(self, outcome: Outcome, worker_id: str) -> PlaceAgain | Condemned:
         """Return the next placement, or that there is none because the input is the cause of its losses.
 
-        Of a sequence's ends it takes those that another run follows: PREEMPTED and ENGINE_LOST. Raises
-        another error that ends the sequence. ``jitter`` is uniform in 0..1.
+        Raises another error that ends the sequence.
         """
+        jitter = self._ports.rng.random()
+        if isinstance(outcome, SequenceEnd):
+            self.device_us += outcome.device_us
+            if outcome.reason not in (FinishReason.PREEMPTED, FinishReason.ENGINE_LOST):
+                raise self._error(outcome)
         if isinstance(outcome, StartRefused):
             return self._after_refusal(outcome.reason, worker_id, jitter)
         if isinstance(outcome, SequenceEnd) and outcome.reason is FinishReason.PREEMPTED:
@@ -124,6 +166,16 @@ class Attempts:
                 )
             raise StreamBroken(f"{decision.why}; send it again", retry_after_s=1.0)
         return replace(decision, delay_s=decision.delay_s + self._ports.retries.take(now_s))
+
+    def _error(self, end: SequenceEnd) -> FairwayError:
+        """Return the error of an end that no other run follows."""
+        if end.reason is FinishReason.DEADLINE:
+            return DeadlineExceeded("the deadline passed while the output was being produced")
+        if end.reason is FinishReason.SLOW_READER:
+            return SlowReader("the output was not read for too long; read faster or request less")
+        if end.reason is FinishReason.ERROR:
+            return self._ports.error_of(end.error_reason, end.error_message)
+        return InternalError(f"the worker ended the sequence with {end.reason.value}")
 
     def _after_refusal(self, reason: NotAdmittedReason, worker_id: str, jitter: float) -> PlaceAgain:
         spec = self._spec

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import structlog
 
 from services.core.errors import (
-    DeadlineExceeded,
     FairwayError,
-    InternalError,
-    SlowReader,
     VersionGone,
 )
 from services.core.generation import (
     AnyGrant,
     FallbackGrant,
     FinishReason,
-    NotAdmittedReason,
     PlaceSpec,
     SequenceEnd,
     StartSpec,
@@ -30,27 +26,24 @@ from services.gateway.events import ChoiceResult, RequestSink
 from services.gateway.poison import condemned_error
 from services.gateway.policy.retry import PlaceAgain
 from services.gateway.requests.attempts import (
-    Attempts,
     Lost,
     Outcome,
-    StartRefused,
+    SequenceAttempts,
     is_not_finite,
     placed,
-    ran_on,
-    refusal_of,
 )
-from services.gateway.requests.shared_scores import SharedScores
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted
-from services.ports.worker import RunningSequence
 
 log = structlog.get_logger()
 # A worker that lost its lease for a moment returns within it.
 GONE_AFTER_S: Final = 10.0
 _GONE_CHECK_S: Final = 1.0
+# Takes the next of them: the place of the first, the tokens and their entries.
+Take = Callable[[int, Sequence[int], Sequence[TokenLogprobs]], None]
 
 
-class ChoiceRun:
+class ChoiceRun(SequenceAttempts):
     """The sink of its sequence on any worker that runs it; stores what a resume needs.
 
     ``run`` is the only task that writes the control state; the token path only appends.
@@ -68,13 +61,11 @@ class ChoiceRun:
 
         ``scores``: those of the prompt, which the request's choices share. Choice 0 is made first.
         """
+        super().__init__(request.spec, request.ports, request.queue_ttl_s)
         produced = request.produced(choice)
-        self.spec = request.spec
         self.choice = choice
         self.timer = timer
-        self._attempts = Attempts(request.spec, request.ports, request.queue_ttl_s)
         self.cached_tokens = 0
-        self.device_us = 0  # on all workers that ran it and reported its end
         self._request = request
         self._clock = request.ports.clock
         self._sink = sink
@@ -82,23 +73,17 @@ class ChoiceRun:
         self._first_run = True  # the worker computes the prompt for the first time
         self._granted = bool(produced.ids)  # whether it ever had a placement
         # The stream begins with the prompt where its log-probabilities are requested.
-        self._scored = min(len(produced.ids), self.spec.scored_tokens)
+        self._scored = min(len(produced.ids), self._spec.scored_tokens)
         self._scores = scores
         self._follows = choice > 0 and scores.follow(self._scored, self._take_scores)
         self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars
-        self._running: RunningSequence | None = None
-        self._outcome: asyncio.Future[Outcome] | None = None
         # What the transport took of the stream. Output offsets: what the client permits, and the limit sent
         # to the worker, which holds back nothing of the prompt.
         self._taken = len(produced.ids)
         self._window = request.limits.window_tokens
         self._allowed = request.terms.client_window
         self._limit = 0
-
-    @property
-    def losses(self) -> int:
-        return self._attempts.losses
 
     @property
     def output_tokens(self) -> int:
@@ -120,7 +105,7 @@ class ChoiceRun:
             self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
             await self._scores.complete()
             self._granted = True  # its client has output, of the first choice's worker
-            if not self.spec.limits.max_tokens:
+            if not self._spec.limits.max_tokens:
                 return self._result(SequenceEnd(FinishReason.LENGTH))
         excluded: tuple[str, ...] = ()
         while True:
@@ -163,7 +148,7 @@ class ChoiceRun:
 
     @property
     def _taken_output(self) -> int:
-        return max(0, self._taken - self.spec.scored_tokens)
+        return max(0, self._taken - self._spec.scored_tokens)
 
     def _extend(self) -> None:
         limit = self._credit_limit()
@@ -200,13 +185,13 @@ class ChoiceRun:
     async def _end_once_gone(self, placing: asyncio.Timeout) -> None:
         serves, gone_since_s = self._request.ports.serves, self._clock.monotonic_s()
         while (now_s := self._clock.monotonic_s()) - gone_since_s < GONE_AFTER_S:
-            if serves(self.spec.model, self.spec.version_digest):
+            if serves(self._spec.model, self._spec.version_digest):
                 gone_since_s = now_s
             await self._clock.sleep(_GONE_CHECK_S)
         placing.reschedule(asyncio.get_running_loop().time())
 
     def _place_spec(self) -> PlaceSpec:
-        request, spec = self._request, self.spec
+        request, spec = self._request, self._spec
         received, tenant = request.terms.received, request.tenant
         return PlaceSpec(
             request_id=spec.request_id,
@@ -219,7 +204,7 @@ class ChoiceRun:
             prompt_tokens=len(spec.prompt.ids) + len(self._produced),
             max_output_tokens=spec.limits.max_tokens - len(self._produced),
             arrival_unix_us=received.unix_us,
-            queue_ttl_s=self._patience_s(),
+            queue_ttl_s=self._most_queued_s(),
             ticket=request.ticket,
             traceparent=self.timer.traceparent,
             prefix_hashes=spec.prompt.prefix_hashes[: request.limits.placed_prefix_blocks],
@@ -231,7 +216,7 @@ class ChoiceRun:
             begun=self._granted,
         )
 
-    def _patience_s(self) -> float:
+    def _most_queued_s(self) -> float:
         """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream."""
         queue_ttl_s = self._request.queue_ttl_s
         return max(queue_ttl_s, self._time_left_s()) if self.begun else queue_ttl_s
@@ -241,13 +226,13 @@ class ChoiceRun:
         return max(0.001, self._request.deadline_s - self._clock.monotonic_s())
 
     async def _execute(self, grant: AnyGrant) -> Outcome:
-        """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
-        request, ports = self._request, self._request.ports
+        """Run under a grant until the outcome."""
+        request = self._request
         # A start has at least one token of credit. A stream that resumes at the end of the client's window
         # exceeds it by that token.
         self._limit = max(self._credit_limit(), len(self._produced) + 1)
         start = StartSpec(
-            generation=self.spec,
+            generation=self._spec,
             choice=self.choice,
             tenant_id=request.tenant.meta.name,
             grant=grant,
@@ -256,34 +241,22 @@ class ChoiceRun:
             delivered_chars=self._chars,
             time_left_s=self._time_left_s(),
             traceparent=self.timer.traceparent,
-            apart_tokens=self._attempts.trial_tokens,
+            apart_tokens=self._trial_tokens,
             scored_tokens=self._scored,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
-        self._attempts.start()
         self._first_run = not self.begun
-        self._outcome = asyncio.get_running_loop().create_future()
-        self._running = ports.workers.start(start, self)
-        try:
-            return await self._outcome
-        finally:
-            if ran_on(self._outcome):
-                self._running.cancel()
-            ports.placement.over(grant, refusal_of(self._outcome))
-            self._running = self._outcome = None
+        return await self._attempt(start, self)
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | Condemned:
         """Return the next placement, or that there is none because the input is the cause of its losses.
 
         Raises another error that ends the choice.
         """
-        jitter = self._request.ports.rng.random()
         if isinstance(outcome, SequenceEnd):
             self._record_use(outcome)
-            if outcome.reason not in (FinishReason.PREEMPTED, FinishReason.ENGINE_LOST):
-                raise self._error(outcome)
-        again = self._attempts.after(outcome, grant.worker_id, jitter)
+        again = self._after(outcome, grant.worker_id)
         if isinstance(again, PlaceAgain):
             self._log_placed_again(grant, outcome)
         return again
@@ -291,14 +264,14 @@ class ChoiceRun:
     async def _condemned(self, verdict: Condemned) -> FairwayError:
         """Return the error of the request, once the fleet refuses its input."""
         if (poisons := self._request.ports.poisons) is not None:
-            await poisons.condemn(self.spec, verdict.deaths)
-        return condemned_error(self.spec, verdict.deaths)
+            await poisons.condemn(self._spec, verdict.deaths)
+        return condemned_error(self._spec, verdict.deaths)
 
     def _check_quarantine(self) -> None:
         """Raise PoisonedInput for a suspect whose input another request proved to be the cause."""
         poisons = self._request.ports.poisons
-        if self._attempts.trial_tokens and poisons is not None:
-            poisons.check(self.spec)
+        if self._trial_tokens and poisons is not None:
+            poisons.check(self._spec)
 
     def _log_placed_again(self, grant: AnyGrant, outcome: Outcome) -> None:
         cause = "lost" if isinstance(outcome, Lost) else outcome.reason.value
@@ -306,7 +279,7 @@ class ChoiceRun:
         self._request.telemetry.placed_again(cause)
         log.info(
             "sequence.placed_again",
-            request_id=self.spec.request_id,
+            request_id=self._spec.request_id,
             choice=self.choice,
             worker_id=grant.worker_id,
             after=outcome.message if isinstance(outcome, Lost) else outcome.reason.value,
@@ -315,21 +288,12 @@ class ChoiceRun:
 
     def _record_use(self, end: SequenceEnd) -> None:
         """A resume may find cached blocks that this request itself computed: they do not count as cached."""
-        self.device_us += end.device_us
         if self._first_run:
             self.cached_tokens = end.cached_tokens
 
-    def _error(self, end: SequenceEnd) -> FairwayError:
-        if end.reason is FinishReason.DEADLINE:
-            return DeadlineExceeded("the deadline passed while the output was being produced")
-        if end.reason is FinishReason.SLOW_READER:
-            return SlowReader("the output was not read for too long; read faster or request less")
-        if end.reason is FinishReason.ERROR:
-            return self._request.ports.error_of(end.error_reason, end.error_message)
-        return InternalError(f"the worker ended the sequence with {end.reason.value}")
-
     def _result(self, end: SequenceEnd) -> ChoiceResult:
         self._record_use(end)
+        self.device_us += end.device_us
         now_s = self._clock.monotonic_s()
         self._pace.finished(len(self._produced), now_s)
         self.timer.enter(Stage.SEND, now_s)
@@ -339,11 +303,8 @@ class ChoiceRun:
     # --- SequenceSink: called by the worker client's reader -------------------------------------
 
     def on_accepted(self) -> None:
-        self._attempts.accepted()
+        super().on_accepted()
         self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
-
-    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self._resolve(StartRefused(reason))
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -353,10 +314,10 @@ class ChoiceRun:
             self._resolve(Lost(f"received token {offset}, expected token {self._scored + len(produced)}"))
             return
         output = ids
-        if self._scored < self.spec.scored_tokens:
-            end = min(self._scored + len(ids), self.spec.scored_tokens)
+        if self._scored < self._spec.scored_tokens:
+            end = min(self._scored + len(ids), self._spec.scored_tokens)
             prompt, output = ids[: end - self._scored], ids[end - self._scored :]
-            if list(prompt) != list(self.spec.prompt.ids[self._scored : end]):
+            if list(prompt) != list(self._spec.prompt.ids[self._scored : end]):
                 self._resolve(Lost("received other tokens than the prompt's: a worker of an earlier release"))
                 return
             self._scored = end
@@ -379,12 +340,39 @@ class ChoiceRun:
             self._scored = offset + len(ids)
             self._sink.on_tokens(self.choice, offset + first, ids[first:], "", entries[first:])
 
-    def on_finished(self, end: SequenceEnd) -> None:
-        self._resolve(end)
 
-    def on_lost(self, message: str) -> None:
-        self._resolve(Lost(message))
+class SharedScores:
+    """The log-probabilities of a prompt, from the worker of the first choice, for all that follow it.
 
-    def _resolve(self, outcome: Outcome) -> None:
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(outcome)
+    Of an earlier run a choice may have less than the first has: it does not follow, and has its own computed.
+    Written by the token path of the first choice.
+    """
+
+    def __init__(self, tokens: int, had: int) -> None:
+        """``tokens``: of the prompt, 0 where nothing of it is asked for. ``had``: those of an earlier run."""
+        self._tokens = tokens
+        self._had = had
+        self._takers: list[Take] = []
+        self._complete = asyncio.Event()
+        self._note(had)
+
+    def follow(self, had: int, take: Take) -> bool:
+        """Return whether a choice that has the entries of ``had`` tokens receives the rest by ``take``."""
+        follows = self._had <= had < self._tokens
+        if follows:
+            self._takers.append(take)
+        return follows
+
+    def add(self, offset: int, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """Give what the first choice received to those that follow it."""
+        for take in self._takers:
+            take(offset, ids, entries)
+        self._note(offset + len(ids))
+
+    async def complete(self) -> None:
+        """Return once the whole prompt is scored."""
+        await self._complete.wait()
+
+    def _note(self, scored: int) -> None:
+        if scored >= self._tokens:
+            self._complete.set()

@@ -9,9 +9,8 @@ from services.core.errors import first_failure
 from services.core.generation import Usage
 from services.core.usage import RequestUsage
 from services.gateway.events import Accepted, ChoiceResult, Finished, RequestSink
-from services.gateway.requests.choice import ChoiceRun
+from services.gateway.requests.choice import ChoiceRun, SharedScores
 from services.gateway.requests.request import Request
-from services.gateway.requests.shared_scores import SharedScores
 from services.gateway.requests.terms import Admitted
 from services.gateway.response_cache import CachedAnswer, CollectedAnswer, ResponseCache
 

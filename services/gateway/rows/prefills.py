@@ -14,18 +14,14 @@ import numpy as np
 
 from fairway.task_group import TaskGroup
 from services.core.errors import (
-    DeadlineExceeded,
     FairwayError,
-    InternalError,
     StaleRoute,
     first_failure,
 )
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.generation import (
     AnyGrant,
-    FinishReason,
     GenerationSpec,
-    NotAdmittedReason,
     OutputLimits,
     PlaceSpec,
     Prompt,
@@ -34,17 +30,9 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.poison.suspicion import Condemned
 from services.gateway.poison import condemned_error
-from services.gateway.policy.retry import PlaceAgain
-from services.gateway.requests.attempts import (
-    Attempts,
-    Lost,
-    Outcome,
-    StartRefused,
-    placed,
-    ran_on,
-    refusal_of,
-)
+from services.gateway.requests.attempts import Outcome, SequenceAttempts, placed
 from services.gateway.service_types import Ports
 from services.runtime.secrets import Ticket
 
@@ -87,8 +75,8 @@ class PrefilledRows:
         return tuple(ends)
 
 
-class _EmbeddedRow:
-    """One row, until it ended. Implements ``ports.worker.SequenceSink``."""
+class _EmbeddedRow(SequenceAttempts):
+    """One row, until it ended."""
 
     def __init__(
         self,
@@ -99,14 +87,8 @@ class _EmbeddedRow:
         ports: Ports,
         queue_ttl_s: float,
     ) -> None:
-        self._request = request
-        self._row = row
-        self._ticket = ticket
-        self._arrival_unix_us = arrival_unix_us
-        self._ports = ports
-        self._queue_ttl_s = queue_ttl_s
         (ids,) = request.rows[row]
-        self._spec = GenerationSpec(
+        spec = GenerationSpec(
             request_id=request.request_id,
             model=request.model,
             version_digest=request.version_digest,
@@ -116,11 +98,13 @@ class _EmbeddedRow:
             limits=_NO_OUTPUT,
             priority=request.priority,
         )
-        self._attempts = Attempts(self._spec, ports, queue_ttl_s)
-        self._device_us = 0
+        super().__init__(spec, ports, queue_ttl_s)
+        self._request = request
+        self._row = row
+        self._ticket = ticket
+        self._arrival_unix_us = arrival_unix_us
         self._began_s = ports.clock.monotonic_s()
         self._wait_s = 0.0
-        self._outcome: asyncio.Future[Outcome] | None = None
 
     async def run(self) -> RowEnd:
         """Return how the row ended. Raises what fails the whole request: nothing can place it."""
@@ -131,18 +115,20 @@ class _EmbeddedRow:
             if isinstance(outcome, SequenceEnd) and outcome.embedding:
                 return self._answer(outcome)
             try:
-                again = self._decide(outcome, grant)
+                again = self._after(outcome, grant.worker_id)
+                if isinstance(again, Condemned):
+                    raise condemned_error(self._spec, again.deaths)
             except StaleRoute:
                 raise
             except FairwayError as error:
-                return RowEnd(error=error, device_s=self._device_us / 1e6)
+                return RowEnd(error=error, device_s=self.device_us / 1e6)
             excluded = (again.exclude_worker,) if again.exclude_worker else ()
             if again.delay_s > 0:
                 await self._ports.clock.sleep(again.delay_s)
 
     def _answer(self, end: SequenceEnd) -> RowEnd:
         vector = RawTensor("embedding", "FP32", (len(end.embedding) // 4,), end.embedding)
-        device_s = (self._device_us + end.device_us) / 1e6
+        device_s = (self.device_us + end.device_us) / 1e6
         return RowEnd((vector,), device_s=device_s, wait_s=self._wait_s, batch_rows=1)
 
     def _place_spec(self) -> PlaceSpec:
@@ -159,7 +145,7 @@ class _EmbeddedRow:
             prompt_tokens=len(self._spec.prompt.ids),
             max_output_tokens=0,
             arrival_unix_us=self._arrival_unix_us,
-            queue_ttl_s=min(self._queue_ttl_s, left_s),
+            queue_ttl_s=min(self._patience_s, left_s),
             ticket=self._ticket,
             traceparent=request.traceparent,
             deadline_left_s=left_s,
@@ -171,7 +157,7 @@ class _EmbeddedRow:
         return max(0.001, min(self._request.deadline_s - self._ports.clock.monotonic_s(), 86_400.0))
 
     async def _execute(self, grant: AnyGrant) -> Outcome:
-        """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""
+        """Run under a grant until the outcome."""
         start = StartSpec(
             generation=self._spec,
             choice=self._row,
@@ -180,60 +166,16 @@ class _EmbeddedRow:
             initial_credit_tokens=1,
             time_left_s=self._left_s(),
             traceparent=self._request.traceparent,
-            apart_tokens=self._attempts.trial_tokens,
+            apart_tokens=self._trial_tokens,
             embed=True,
         )
         self._wait_s = self._ports.clock.monotonic_s() - self._began_s
-        self._attempts.start()
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._outcome = outcome
-        running = self._ports.workers.start(start, self)
-        try:
-            return await outcome
-        finally:
-            if ran_on(outcome):
-                running.cancel()
-            self._ports.placement.over(grant, refusal_of(outcome))
-            self._outcome = None
-
-    def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain:
-        """Return the next placement. Raises the error that ends the row."""
-        jitter = self._ports.rng.random()
-        if isinstance(outcome, SequenceEnd):
-            self._device_us += outcome.device_us
-            if outcome.reason is FinishReason.DEADLINE:
-                raise DeadlineExceeded("the deadline passed before the row was computed")
-            if outcome.reason is FinishReason.ERROR:
-                raise self._ports.error_of(outcome.error_reason, outcome.error_message)
-            if outcome.reason not in (FinishReason.PREEMPTED, FinishReason.ENGINE_LOST):
-                raise InternalError(f"{grant.worker_id} returned no embedding")
-        again = self._attempts.after(outcome, grant.worker_id, jitter)
-        if isinstance(again, PlaceAgain):
-            return again
-        raise condemned_error(self._spec, again.deaths)
-
-    # --- SequenceSink: called by the worker client's reader ---------------------------------------
-
-    def on_accepted(self) -> None:
-        self._attempts.accepted()
-
-    def on_not_admitted(self, reason: NotAdmittedReason) -> None:
-        self._resolve(StartRefused(reason))
+        return await self._attempt(start, self)
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """A worker of an earlier release generates: it sends no embedding, and the row fails."""
-
-    def on_finished(self, end: SequenceEnd) -> None:
-        self._resolve(end)
-
-    def on_lost(self, message: str) -> None:
-        self._resolve(Lost(message))
-
-    def _resolve(self, outcome: Outcome) -> None:
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(outcome)
 
 
 def _length(row: tuple[RawTensor, ...]) -> int:
