@@ -6,9 +6,18 @@ from collections.abc import Callable
 
 import structlog
 
-from services.core.errors import InternalError
+from services.core.errors import FairwayError, InternalError
 
 log = structlog.get_logger()
+
+
+def failure_of(
+    error: BaseException, new_incident: Callable[[], str], event: str, **context: str
+) -> FairwayError:
+    """Return the client's error: the error itself, or for a bug as ``incident_of``."""
+    if isinstance(error, FairwayError) and not isinstance(error, InternalError):
+        return error
+    return incident_of(error, new_incident, event, **context)
 
 
 def incident_of(

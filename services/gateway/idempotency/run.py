@@ -19,7 +19,6 @@ import structlog
 from services.core.errors import (
     FairwayError,
     IdempotencyConflict,
-    InternalError,
     NoWorkerAvailable,
     RequestCancelled,
     ResultExpired,
@@ -32,7 +31,7 @@ from services.gateway.idempotency.record_codec import encode, failure_in
 from services.gateway.idempotency.record_reader import RecordReader
 from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
 from services.gateway.idempotency.types import Ending, KeyedPorts
-from services.gateway.incidents import incident_of
+from services.gateway.incidents import failure_of
 from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
 
 log = structlog.get_logger()
@@ -149,8 +148,6 @@ class KeyedRun:
             raise NoWorkerAvailable(
                 f"the request changed hands {MAX_ROUNDS} times; send it again with its key", retry_after_s=1.0
             )
-        except FairwayError as error:
-            self._fail(error)
         except asyncio.CancelledError:
             self._fail(self._stopped or RequestCancelled("the request was cancelled"))
             if self._stopped is None:
@@ -158,7 +155,8 @@ class KeyedRun:
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:  # a panic in a native library is no Exception
-            self._fail(self._incident(error))
+            record, new_incident = self.key.digest[:12], self._ports.new_incident
+            self._fail(failure_of(error, new_incident, "idempotency.crashed", record=record))
         finally:
             self.ownership = None
 
@@ -257,10 +255,6 @@ class KeyedRun:
     def _fail(self, error: FairwayError) -> None:
         self.phase = RunPhase.ENDED
         self.broadcast.failed(error)
-
-    def _incident(self, error: BaseException) -> InternalError:
-        record = self.key.digest[:12]
-        return incident_of(error, self._ports.new_incident, "idempotency.crashed", record=record)
 
     # --- departing clients -------------------------------------------------------------------------
 

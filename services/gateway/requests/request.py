@@ -11,7 +11,6 @@ import structlog
 from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
-    InternalError,
     OverQuota,
     RequestCancelled,
     StaleRoute,
@@ -19,7 +18,7 @@ from services.core.errors import (
 from services.core.generation import NO_USAGE, StageClock, Usage
 from services.core.usage import RequestUsage
 from services.gateway.events import Finished, RequestSink
-from services.gateway.incidents import incident_of
+from services.gateway.incidents import failure_of
 from services.gateway.requests.choice import ChoiceRun
 from services.gateway.requests.quotas import settled
 from services.gateway.requests.stage_timer import StageTimer
@@ -190,12 +189,10 @@ class Request:
 
     def _failure(self, error: BaseException) -> FairwayError:
         """Return what the client receives for an error of the run."""
-        if isinstance(error, FairwayError) and not isinstance(error, InternalError):
-            return error
         if isinstance(error, TimeoutError):
             late = "the deadline passed before the output was complete"
             return self._cancel_error or DeadlineExceeded(late)
-        return incident_of(error, self._ports.new_incident, "request.crashed", request_id=self.request_id)
+        return failure_of(error, self._ports.new_incident, "request.crashed", request_id=self.request_id)
 
     def _failed(self, error: FairwayError) -> FairwayError:
         """Count the request as failed."""

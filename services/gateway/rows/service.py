@@ -31,7 +31,7 @@ from services.gateway.rows.results import (
 )
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
 from services.gateway.rows.texts import picture_rows, text_rows
-from services.gateway.rows.work import RowsAnswer, RowsJob, RowsWork
+from services.gateway.rows.work import RowsAnswer, RowsJob
 from services.gateway.service import GatewayService
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
@@ -101,8 +101,9 @@ class RowsService:
         def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
             return (embedding_output(ends, request.dimensions, signature),)
 
-        work = RowsWork([Operation.EMBED], prepare, join)
-        answer = await self._run(principal, request, work, received, timeout_s)
+        terms = self._terms(principal, request, received, timeout_s)
+        job = RowsJob(principal, request, terms, [Operation.EMBED], prepare, join)
+        answer = await self._runs.answer(job)
         return Embeddings(answer, vectors(answer.outputs[0]))
 
     async def score(
@@ -125,8 +126,9 @@ class RowsService:
             pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
             return await self._texts(principal, model, pairs, seconds, _cut_to(request), "seconds")
 
-        work = RowsWork([Operation.SCORE], prepare, _scored)
-        answer = await self._run(principal, request, work, received, timeout_s)
+        terms = self._terms(principal, request, received, timeout_s)
+        job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
+        answer = await self._runs.answer(job)
         return Scores(answer, scores(answer.outputs[0]))
 
     async def rerank(
@@ -144,8 +146,9 @@ class RowsService:
             cut_to = _cut_to(request)
             return await self._texts(principal, model, queries, request.documents, cut_to, "documents")
 
-        work = RowsWork([Operation.SCORE], prepare, _scored)
-        answer = await self._run(principal, request, work, received, timeout_s)
+        terms = self._terms(principal, request, received, timeout_s)
+        job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
+        answer = await self._runs.answer(job)
         return Scores(answer, scores(answer.outputs[0]))
 
     async def infer(
@@ -180,8 +183,9 @@ class RowsService:
             (logits,) = output_tensors(ends, (), signature)
             return (*outputs, *class_outputs(logits, signature.classes))
 
-        work = RowsWork([Operation.CLASSIFY] if classifies else ALL, prepare, join)
-        answer = await self._run(principal, request, work, received, timeout_s)
+        terms = self._terms(principal, request, received, timeout_s)
+        job = RowsJob(principal, request, terms, [Operation.CLASSIFY] if classifies else ALL, prepare, join)
+        answer = await self._runs.answer(job)
         return Inferred(answer, answer.outputs)
 
     async def describe(
@@ -209,19 +213,14 @@ class RowsService:
         texts = self._catalog.texts
         return await text_rows(texts, model, principal.tenant_id, firsts, seconds, cut_to=cut_to, field=field)
 
-    async def _run(
-        self,
-        principal: Principal,
-        request: RowsMessage,
-        work: RowsWork,
-        received: Received,
-        timeout_s: float | None,
-    ) -> RowsAnswer:
+    def _terms(
+        self, principal: Principal, request: RowsMessage, received: Received, timeout_s: float | None
+    ) -> RunTerms:
+        """Return the terms of a request that the gateway is open for. Raises as ``GatewayService.submit``."""
         service = self._service
         service.check_open(principal.tenant_id, request.model, received)
         longest_s = service.max_timeout_s(principal, request)
-        within_s = min(service.limits.timeout_of(request, timeout_s), longest_s)
-        return await self._runs.answer(RowsJob(principal, request, RunTerms(received, within_s), work))
+        return RunTerms(received, min(service.limits.timeout_of(request, timeout_s), longest_s))
 
 
 def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:

@@ -60,21 +60,15 @@ class RowsParts:
     prefills: RowRunner  # of decoders that embed
 
 
-class RowsWork(Struct, frozen=True):
-    """What one call of the interface does with its request."""
-
-    operations: Sequence[Operation]  # of the models that it takes
-    prepare: Prepare
-    join: Join
-
-
 class RowsJob(Struct, frozen=True):
-    """One request as its interface received it."""
+    """One request as its interface received it, and what that does with it."""
 
     principal: Principal
     message: RowsMessage
     terms: RunTerms
-    work: RowsWork
+    operations: Sequence[Operation]  # of the models that it takes
+    prepare: Prepare
+    join: Join
 
 
 class RowsAnswer(Struct, frozen=True):
@@ -195,7 +189,7 @@ class Rows:
                 await self._condemn()
                 end.error.metadata.setdefault("row", str(index))
                 raise end.error
-        outputs = self._job.work.join(ends, ready.signature)
+        outputs = self._job.join(ends, ready.signature)
         # The whole answer arrives at once: its time is the time to the first output.
         self._request.telemetry.pace().tokens(1, self._ports.clock.monotonic_s())
         self._ports.telemetry.rows_ended(ready.route.model, len(ends))
@@ -220,14 +214,14 @@ class Rows:
         model = (await self._parts.catalog.text_model(route.version_digest)).of_rows
         signature = model.signature
         operation = signature.operation if signature is not None else "generate"
-        if signature is None or operation not in job.work.operations:
+        if signature is None or operation not in job.operations:
             raise UnsupportedFeature(
                 f"the operation of {route.model} is {operation}; this call takes models of the operation "
-                f"{' or '.join(job.work.operations)}",
+                f"{' or '.join(job.operations)}",
                 field="model",
                 operation=operation,
             )
-        rows = await job.work.prepare(model, signature)
+        rows = await job.prepare(model, signature)
         if self._ports.poisons is not None:
             self._ports.poisons.check_rows(route.model, route.version_digest, rows.rows)
         self._ready = _Ready(route, signature, rows)

@@ -588,6 +588,38 @@ async def test_cancelling_frees_everything(where: str) -> None:
     assert harness.limiter.running == set()
 
 
+class HastyClock(SystemClock):
+    """Sleeps for one turn of the event loop."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("by_its_task", [False, True])
+async def test_a_cancellation_at_any_turn_ends_it_once_and_settles_it_once(by_its_task: bool) -> None:
+    ends = set()
+    for turns in range(1, 40):
+        harness, reported = Harness(emit(0, NotAdmittedReason.STALE_ROUTE), emit(3, ended(3))), list[Usage]()
+        harness.reroute = rerouted(harness, "sha256:y", [])
+        report = lambda event, to=reported: to.append(event.usage)  # noqa: E731
+        harness.use(replace(harness.ports, clock=HastyClock(), report_usage=report))
+        task = harness.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if by_its_task:
+            task.cancel()
+        else:
+            harness.request.cancel()
+        await task
+        await until(lambda found=harness: not found.limiter.running)  # type: ignore[misc]
+        assert harness.sink.end is not None, turns
+        assert reported == harness.limiter.usage, turns
+        assert len(reported) == 1, turns
+        harness.request.cancel()  # of one that has ended, without effect
+        ends.add(type(harness.sink.end))
+    assert ends == {errors.RequestCancelled, Finished}
+
+
 async def test_the_deadline_ends_a_running_request() -> None:
     harness = Harness(emit(1, None), timeout_s=0.5)
     assert isinstance(await harness.run(), errors.DeadlineExceeded)

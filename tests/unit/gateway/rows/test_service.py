@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -401,6 +402,26 @@ async def test_a_cancelled_call_withdraws_its_rows(gateway: RowsGateway) -> None
         await call
     assert not gateway.runner.running
     await at_rest(gateway)
+
+
+@pytest.mark.parametrize("by_its_task", [False, True])
+async def test_a_cancellation_at_any_turn_settles_it_once(gateway: RowsGateway, by_its_task: bool) -> None:
+    await embed(gateway, "dog")
+    for turns in range(1, 40):
+        gateway.reported.clear()
+        call = asyncio.create_task(embed(gateway, "dog"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running = next(iter(gateway.service._requests), None)
+        if by_its_task:
+            call.cancel()
+        elif running is not None:
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RequestCancelled):
+            await call
+        await until(lambda: not gateway.supervisor.running)
+        await at_rest(gateway)
+        assert len(gateway.reported) <= 1, turns
 
 
 async def test_a_drain_rejects_new_requests_and_cuts_the_rest(gateway: RowsGateway) -> None:
