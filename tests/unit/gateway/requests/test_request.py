@@ -187,6 +187,7 @@ class Harness:
     def __init__(self, *scripts: Script, choices: int = 1, timeout_s: float = 5.0) -> None:
         self.client_window: int | None = None
         self.reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
+        self.copies = 0
         self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -224,8 +225,12 @@ class Harness:
             self.limits,
             self.request.telemetry,
             reroute=self.reroute,
+            accepted=self.copy,
         )
         return Sequences(admitted, self.sink, self.request)
+
+    def copy(self) -> None:
+        self.copies += 1
 
     def start(self) -> asyncio.Task[None]:
         return self.supervisor.spawn("request", self.request.deliver(self.admit, self.sink))
@@ -256,6 +261,7 @@ async def test_a_request_whose_version_is_withdrawn_is_resolved_again() -> None:
     end = await harness.run()
     assert isinstance(end, Finished)
     assert calls == ["sha256:x"]
+    assert harness.copies == 1, "it is copied for a shadow version when it is first accepted"
     assert [spec.version_digest for spec in harness.placement.asked] == ["sha256:x", "sha256:y"]
     assert [(one.version_digest, one.route_revision) for one in harness.sink.accepted] == [
         ("sha256:x", 3),

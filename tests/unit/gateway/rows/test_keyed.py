@@ -170,6 +170,7 @@ async def _taken_over(left: RowsGateway, right: RowsGateway) -> None:
     late = await lost  # it finds itself replaced
     np.testing.assert_array_equal(late.vectors, found.vectors)
     assert charged(left, right) == {found.answer.request_id: 3}
+    assert not left.reported, "its settlement does not count"
     assert (await embed(left, "dog")).answer.replayed
 
 
