@@ -59,7 +59,7 @@ class RecordOwnership:
         self._quiet.set()
         self._chars: dict[int, int] = {}
         self._credited: dict[int, int] = {}
-        self._accepted = False  # the acceptance was recorded by this run
+        self._accepted = False  # whether this run recorded the acceptance
 
     def start(self, request: Request, chars: Sequence[int]) -> None:
         """The request runs; each choice continues after that many characters."""
@@ -184,7 +184,7 @@ class RecordOwnership:
             self.request.credit(choice, taken - credited)
 
 
-# Starts the request of a record from what an earlier run left; the ownership is its sink and its settlement.
+# It starts a record's request from what an earlier run left; the ownership is its sink and its settlement.
 Launch = Callable[[RecordOwnership, EarlierRun | None], tuple[Request, asyncio.Task[None]]]
 
 

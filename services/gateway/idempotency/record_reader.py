@@ -29,8 +29,7 @@ FOLLOW_PATIENCE_S: Final = 10.0
 
 
 class RecordReader:
-    """The position in the log, from which it is read into ``broadcast``. ``has_terms``: the record has the
-    acceptance."""
+    """Reads a record into ``broadcast``. ``has_terms``: the record has the acceptance."""
 
     def __init__(self, broadcast: FollowerBroadcast) -> None:
         self.broadcast = broadcast

@@ -49,7 +49,7 @@ class Ending:
 
     hold: Hold
     chunk: bytes
-    # Of a request that was admitted.
+    # The slot and the usage of a request that was admitted.
     reservation: Reservation | None
     event: RequestUsage | None
     ended: bool

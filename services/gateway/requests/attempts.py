@@ -1,4 +1,4 @@
-"""The attempts of one sequence: each is run, and what follows from its end; whether it is a suspect."""
+"""The attempts of one sequence: how each runs, what follows from its end, and whether it is a suspect."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def placed(
 
 
 class SequenceAttempts:
-    """One sequence on any worker that runs it, attempt by attempt; the sink of each, without its output.
+    """One sequence on any worker that runs it. It is the sink of each attempt, without the output.
 
     Written by the sequence's task; the reader of its worker only resolves the outcome.
     """
@@ -80,7 +80,7 @@ class SequenceAttempts:
     def __init__(self, spec: GenerationSpec, ports: Ports, patience_s: float) -> None:
         """``patience_s``: how long workers may be out of reach."""
         self.losses = 0
-        self.device_us = 0  # on all workers that ran it and reported its end
+        self.device_us = 0  # device time on all workers that ran it and reported its end
         self._spec = spec
         self._ports = ports
         self._patience_s = patience_s

@@ -76,7 +76,7 @@ class Request:
         self.telemetry = ports.telemetry.begin(terms.received)
         self.timer = self.telemetry.timer()
         self.reservation: Reservation | None = None
-        self.allowed = 0  # what the client takes of every choice beside its first window
+        self.allowed = 0  # tokens of every choice that the client takes beyond its first window
         self._ports = ports
         self._work: RequestWork | None = None
         self._scope: asyncio.Timeout | None = None

@@ -76,7 +76,7 @@ class PrefilledRows:
 
 
 class _EmbeddedRow(SequenceAttempts):
-    """One row, until it ended."""
+    """One row, which is placed as a sequence until it has ended."""
 
     def __init__(
         self,
