@@ -33,9 +33,8 @@ NAMED: Final = frozenset({"request_id", "handle", "model"})
 CARRIED: Final = frozenset({"sampling", "limits", "max_output_tokens", "max_tokens"})
 # What runs a request to its one end: it admits, places, runs and settles.
 REQUEST_RUNS: Final = (
-    "services/gateway/requests/request.py:Request",  # sequences
-    "services/gateway/rows/run.py:RowsRun",
-    "services/gateway/idempotency/run.py:KeyedRun",  # either of them again, with a record
+    "services/gateway/requests/request.py:Request",  # sequences, stored answers and rows
+    "services/gateway/idempotency/run.py:KeyedRun",  # claims a record, and settles the request with its end
 )
 # What decides which tenant is next, each with an order of its own.
 FAIR_ORDERS: Final = (
