@@ -6,8 +6,8 @@ from typing import Final
 
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import inference_pb2
-from services.gateway.rows.work import RowsAnswer
 from services.gateway.rows.service import Embeddings, Inferred, Scores
+from services.gateway.rows.work import RowsAnswer
 from services.rpc.convert.inference import usage
 from services.rpc.convert.rows import TENSOR
 
