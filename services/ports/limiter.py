@@ -59,7 +59,7 @@ class HeldRates(Protocol):
 
 
 class Limiter(Protocol):
-    """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached.
+    """What a gateway asks. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
 
     A limit of 0 or less is no limit. What a request is charged is the element-wise maximum of all usage that
     was reported for its id: a repeated settlement adds nothing, and a request that is admitted again under
@@ -99,12 +99,6 @@ class Limiter(Protocol):
         Raises RequestRateExceeded, with ``retry_after_s``.
         """
 
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
-
-        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
-        """
-
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         """Extend the deadlines of running requests. The usage so far becomes the checkpoint that a lapse
         charges, and raises token rates where it exceeds what was reserved."""
@@ -116,21 +110,12 @@ class Limiter(Protocol):
         process may read the settlement from its disk again, or the request may be resumed.
         """
 
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        """Raise the checkpoint of a request whose gateway has not settled it, as others observed its usage.
 
-        A reservation that has lapsed and was charged already is charged the difference. No effect on a
-        settled or unknown request.
+class SharedLimits(Limiter, Protocol):
+    """The limits that all gateways share, exact under any concurrency."""
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
+
+        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
         """
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        """Settle a bounded number of reservations that were not renewed in time, each with its checkpoint.
-
-        Returns how many; the caller repeats it until 0.
-        """
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        """Return the state of these budgets in their current periods."""
-
-    async def concurrency(self, tenant_id: str) -> int:
-        """Return how many requests of the tenant hold a slot now."""
