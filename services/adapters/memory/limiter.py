@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final
 
-from services.adapters.memory.meters import BudgetMeter, RequestMeter, Times, TokenMeter, new_meter
 from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
@@ -17,6 +16,7 @@ from services.adapters.quotas.quota import (
     largest,
     limited,
     most,
+    period_end_s,
     period_of,
     rate_state,
     rejection,
@@ -24,13 +24,14 @@ from services.adapters.quotas.quota import (
     unclaimed,
     used_of,
 )
+from services.adapters.quotas.rate_meters import RequestMeter, TokenMeter, rate_meter
 from services.core.errors import OverQuota
 from services.core.generation import Usage
-from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
+from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
 from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
-_MAX_METERS: Final = 10_000  # of one tenant
+_KEPT_PERIODS: Final = 40
 _LAPSED_KEEP_S: Final = 7 * 86_400.0
 _NOTHING: Final = Usage(0, 0)
 _WHOLE: Final = (Scope.TENANT, "")  # the slots of all requests of a tenant
@@ -73,26 +74,48 @@ class _Record:
 
 
 @dataclass(slots=True)
+class _Budget:
+    """Micro-dollars by period, which is that of the admission: settled, and reserved by running requests."""
+
+    settled: Counter[int] = field(default_factory=Counter)
+    reserved: Counter[int] = field(default_factory=Counter)
+
+    def wait_us(self, limit: Limit, amount: int, admitted_us: int, unix_s: float) -> int:
+        """Return the time until ``amount`` more fits; 0 if it fits now."""
+        period = period_of(limit.kind, admitted_us / 1e6)
+        if self.settled[period] + self.reserved[period] + amount <= most(limit):
+            return 0
+        return max(1, round((period_end_s(limit.kind, admitted_us / 1e6) - unix_s) * 1e6))
+
+    def count(self, limit: Limit, reserved: int, settled: int, admitted_us: int) -> None:
+        """Count these amounts more, or fewer."""
+        period = period_of(limit.kind, admitted_us / 1e6)
+        self.reserved[period] = max(0, self.reserved[period] + reserved)
+        self.settled[period] += settled
+        for old in [old for old in self.settled if old < period - _KEPT_PERIODS]:
+            del self.settled[old], self.reserved[old]
+
+
+@dataclass(slots=True)
 class _Tenant:
     """``slots`` map requests to their deadlines, by scope, in the order of deadlines."""
 
     work: RequestMeter = field(default_factory=RequestMeter)
-    meters: OrderedDict[tuple[LimitKind, Scope, str], RequestMeter | TokenMeter | BudgetMeter] = field(
-        default_factory=OrderedDict
-    )
+    rates: dict[tuple[LimitKind, Scope, str], RequestMeter | TokenMeter] = field(default_factory=dict)
+    budgets: dict[tuple[LimitKind, Scope, str], _Budget] = field(default_factory=dict)
     slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
     records: dict[str, _Record] = field(default_factory=dict)
     # By the time for which records are kept: requests, and when they are dropped.
     ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
 
-    def meter(self, limit: Limit) -> RequestMeter | TokenMeter | BudgetMeter:
+    def rate(self, limit: Limit) -> RequestMeter | TokenMeter:
         key = _named(limit)
-        if key not in self.meters:
-            self.meters[key] = new_meter(limit.kind)
-            if len(self.meters) > _MAX_METERS:
-                self.meters.popitem(last=False)
-        self.meters.move_to_end(key)
-        return self.meters[key]
+        if key not in self.rates:
+            self.rates[key] = rate_meter(limit.kind)
+        return self.rates[key]
+
+    def budget(self, limit: Limit) -> _Budget:
+        return self.budgets.setdefault(_named(limit), _Budget())
 
     def kept(self, request_id: str) -> None:
         """Keep a record until it ends again."""
@@ -111,15 +134,12 @@ class MemoryLimiter:
         clock: Clock,
         *,
         lease_s: float = 60.0,
-        local: bool = False,
         max_tenants: int = 100_000,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
-        """``local`` marks the reservations as made without the shared store. ``settled_keep_s``: for how long
-        the charges of a settled request are remembered."""
+        """``settled_keep_s``: for how long the charges of a settled request are remembered."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
-        self._local = local
         self._max_tenants = max_tenants
         self._settled_keep_us = round(settled_keep_s * 1e6)
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
@@ -139,25 +159,24 @@ class MemoryLimiter:
                 known = {_named(limit) for limit in limits if limit.limit > 0}
                 self._hold(tenant, request_id, [each for each in held.claims if _named(each.limit) in known])
                 return Reservation(
-                    tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
+                    tenant_id, request_id, claims=held.claims, price=held.price, admitted_us=held.admitted_us
                 )
             self._lapse(tenant, request_id, held)
         due = limited(Claim(limit) for limit in limits)
         slots = tuple(claim for claim in due if claim.limit.kind is LimitKind.CONCURRENCY)
-        admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
+        admitted_us = round(self._clock.unix_s() * 1e6)
         record = _Record(_State.LAPSED, admitted_us)
         if (over := self._first_over(tenant, record, due)) is not None:
             raise rejection(*over, self._rates(tenant, due))
-        times = self._times(record.admitted_us)
         rates = [
-            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
+            rate_state(claim.limit, tenant.rate(claim.limit).count(claim.limit, claim.amount, now_us))
             for claim in due
             if claim.limit.kind is LimitKind.REQUESTS
         ]
         self._begin(tenant, request_id, record, slots, NO_PRICE)
         self._settle_lapsed(tenant, LAPSED_AT_ONCE)
         admitted = Reservation(
-            tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
+            tenant_id, request_id, claims=slots, admitted_us=admitted_us, request_rate=tightest(rates)
         )
         if claims:
             with suppress(OverQuota):
@@ -179,18 +198,18 @@ class MemoryLimiter:
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         limit = Limit(LimitKind.REQUESTS, per_minute)
         if per_minute > 0:
-            tenant, times = self._tenant(tenant_id), self._times(0)
-            if (wait_us := tenant.work.wait_us(limit, 1, times)) > 0:
+            tenant, now_us = self._tenant(tenant_id), self._now_us()
+            if (wait_us := tenant.work.wait_us(limit, 1, now_us)) > 0:
                 raise rejection(Claim(limit), wait_us / 1e6)
-            tenant.work.count(limit, 1, 0, times)
+            tenant.work.count(limit, 1, now_us)
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        tenant, times = self._tenant(tenant_id), Times(self._now_us(), self._clock.unix_s(), 0.0)
+        tenant, now_us = self._tenant(tenant_id), self._now_us()
         for claim in claims:
-            if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
+            if (wait_us := tenant.rate(claim.limit).wait_us(claim.limit, claim.amount, now_us)) > 0:
                 raise rejection(claim, wait_us / 1e6, self._rates(tenant, claims))
         for claim in claims:
-            tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times)
+            tenant.rate(claim.limit).count(claim.limit, claim.amount, now_us)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
@@ -251,8 +270,7 @@ class MemoryLimiter:
         tenant, now_s = self._tenant(tenant_id), self._clock.unix_s()
         found = []
         for limit in limits:
-            budget = tenant.meter(limit)
-            assert isinstance(budget, BudgetMeter), "only budgets are spent"
+            budget = tenant.budget(limit)
             period = period_of(limit.kind, now_s)
             found.append(Spent(limit, budget.settled[period], budget.reserved[period]))
         return tuple(found)
@@ -324,8 +342,10 @@ class MemoryLimiter:
         for claim in record.claims:
             after = record.reserved(claim) if record.state is _State.RUNNING else 0
             more, due = after - before.get(claim, 0), record.charged_of(claim.limit) - paid[claim]
-            if claim.limit.kind is not LimitKind.CONCURRENCY and (more or due):
-                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record.admitted_us))
+            if claim.limit.kind in BUDGETS and (more or due):
+                tenant.budget(claim.limit).count(claim.limit, more, due, record.admitted_us)
+            elif claim.limit.kind in TOKEN_RATES and (more or due):
+                tenant.rate(claim.limit).count(claim.limit, more + due, self._now_us())
 
     def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
         self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
@@ -352,23 +372,27 @@ class MemoryLimiter:
         self, tenant: _Tenant, record: _Record, claims: Sequence[Claim]
     ) -> tuple[Claim, float] | None:
         """Return the first claim without room, and the time in seconds until it has; None if all have."""
-        times = self._times(record.admitted_us)
+        now_us = self._now_us()
         for claim in claims:
             limit = claim.limit
             if limit.kind is LimitKind.CONCURRENCY:
-                wait_us = self._slot_wait_us(tenant, limit, times.now_us)
+                wait_us = self._slot_wait_us(tenant, limit, now_us)
+            elif limit.kind in BUDGETS:
+                wait_us = tenant.budget(limit).wait_us(
+                    limit, record.reserved(claim), record.admitted_us, self._clock.unix_s()
+                )
             else:
                 amount = claim.amount if limit.kind is LimitKind.REQUESTS else record.reserved(claim)
-                wait_us = tenant.meter(limit).wait_us(limit, amount, times)
+                wait_us = tenant.rate(limit).wait_us(limit, amount, now_us)
             if wait_us > 0:
                 return claim, wait_us / 1e6
         return None
 
     def _rates(self, tenant: _Tenant, claims: Sequence[Claim]) -> list[tuple[Limit, RateState]]:
         """Return the present state of the rates among the claims."""
-        times = self._times(0)
+        now_us = self._now_us()
         return [
-            (claim.limit, rate_state(claim.limit, tenant.meter(claim.limit).level(claim.limit, times)))
+            (claim.limit, rate_state(claim.limit, tenant.rate(claim.limit).level(claim.limit, now_us)))
             for claim in claims
             if claim.limit.kind in (LimitKind.REQUESTS, *TOKEN_RATES)
         ]
@@ -406,9 +430,6 @@ class MemoryLimiter:
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
         return tenant
-
-    def _times(self, admitted_us: int) -> Times:
-        return Times(self._now_us(), self._clock.unix_s(), admitted_us / 1e6)
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)

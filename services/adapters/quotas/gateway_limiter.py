@@ -11,8 +11,8 @@ from typing import Final, ParamSpec, TypeVar
 import structlog
 from msgspec.structs import replace
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.hot_tenants import HotTenants
+from services.adapters.quotas.local_shares import LocalShares
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.quotas.slices import SliceSettings
 from services.adapters.quotas.telemetry import LimiterTelemetry
@@ -69,7 +69,7 @@ class GatewayLimiter:
         """``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
         end with the process."""
         self._store = store
-        self._local = MemoryLimiter(clock, local=True)
+        self._local = LocalShares(clock)
         self._clock = clock
         self._gateways = gateways
         self._spool = spool
@@ -112,7 +112,7 @@ class GatewayLimiter:
             return await self._admit_shared(tenant_id, request_id, limits, claims, price)
         except StoreUnavailable:
             shares = self._without_store(limits)
-            return await self._local.admit(tenant_id, request_id, shares)
+            return self._local.admit(tenant_id, request_id, shares)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         try:
@@ -127,7 +127,7 @@ class GatewayLimiter:
             Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
         ]
         # Not corrected at the end: a local bucket lives as long as an outage.
-        await self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
+        self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
         return reservation
 
     def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
@@ -147,11 +147,13 @@ class GatewayLimiter:
             await self._call("spend", self._store.spend, tenant_id, per_minute)
         except StoreUnavailable:
             (share,) = self._without_store([Limit(LimitKind.REQUESTS, per_minute)])
-            await self._local.spend(tenant_id, share.limit)
+            self._local.spend(tenant_id, share)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         self._hot.drop_idle()
-        await self._local.renew([(held, usage) for held, usage in running if held.local])
+        for reservation, _ in running:
+            if reservation.local:
+                self._local.renew(reservation)
         shared = [each for each in running if not each[0].local and each[0].request_id not in self._hot]
         with suppress(StoreUnavailable):
             await self._call("renew", self._store.renew, shared)
@@ -160,7 +162,7 @@ class GatewayLimiter:
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         if reservation.local:
-            await self._local.settle(reservation, usage)
+            self._local.release(reservation)
         if self._hot.settle(reservation, usage):
             return
         try:
