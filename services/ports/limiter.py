@@ -59,7 +59,7 @@ class HeldRates(Protocol):
 
 
 class Limiter(Protocol):
-    """What a gateway asks. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
+    """What a gateway calls. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
 
     A limit of 0 or less is no limit. What a request is charged is the element-wise maximum of all usage that
     was reported for its id: a repeated settlement adds nothing, and a request that is admitted again under

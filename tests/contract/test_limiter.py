@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
@@ -20,6 +19,7 @@ from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metered import PRICE, admit_metered, charged, limits
 
 AnyLimiter = RedisLimiter | MemoryLimiter

@@ -15,8 +15,6 @@ import grpc
 
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.generation import Principal
 from services.core.limits import Price
@@ -67,6 +65,8 @@ from services.runtime.ids import Ids
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_batches import memory_batches
 from tests.support.row_versions import LocalRows
 from tests.support.stored_responses import memory_responses

@@ -296,7 +296,7 @@ class GatewayLimiter:
         await self._call("take", self._store.take, tenant_id, claims)
 
     async def _call(
-        self, operation: str, ask: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs
+        self, operation: str, method: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs
     ) -> T:
         """Return the store's answer: the one place that calls it. Raises StoreUnavailable.
 
@@ -304,7 +304,7 @@ class GatewayLimiter:
         """
         began_s = self._clock.monotonic_s()
         try:
-            return await ask(*args, **named)
+            return await method(*args, **named)
         except StoreUnavailable as error:
             self._telemetry.failed(operation)
             now_s = self._clock.monotonic_s()

@@ -6,8 +6,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import Claim as LimitClaim
@@ -16,6 +14,8 @@ from services.ports.idempotency import Addition, Claim, Hold, LogTail, RecordKey
 from services.ports.limiter import NO_PRICE, Reservation
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 
 REDIS: Final = "redis"
 _TIMEOUT_S: Final = 0.25  # the timeout of adapters.redis_limiter

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.slices import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 RATE = Limit(LimitKind.REQUESTS, 600_000)

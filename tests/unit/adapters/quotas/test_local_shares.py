@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.local_shares import LocalShares
 from services.core.errors import ConcurrencyExceeded, OverQuota
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 from tests.support.metered import limits
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core import errors
 from services.core.generation import (
@@ -39,6 +38,7 @@ from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 
 CLOCK = SystemClock()
 

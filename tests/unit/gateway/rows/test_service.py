@@ -13,7 +13,6 @@ import pytest
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.slices import SliceSettings
 from services.core.errors import (
@@ -62,6 +61,7 @@ from services.gateway.requests.terms import usage_of
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.row_versions import reranker_version, tokenizer
 from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
 from tests.support.waiting import until

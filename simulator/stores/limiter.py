@@ -1,4 +1,4 @@
-"""Quotas in this process: the same rules as the Redis scripts, by the injected clock."""
+"""Redis's limits as a model: the same rules as the Lua scripts, by the injected clock."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _Tenant:
 
 
 class MemoryLimiter:
-    """``Limiter`` in one event loop. Beyond ``max_tenants`` the tenant idle for longest is dropped."""
+    """Model of ``RedisLimiter``. Beyond ``max_tenants`` the tenant idle for longest is dropped."""
 
     def __init__(
         self,

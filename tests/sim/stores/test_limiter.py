@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metered import limits
 
 
