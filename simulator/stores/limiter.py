@@ -24,17 +24,16 @@ from services.adapters.quotas.quota import (
     unclaimed,
     used_of,
 )
-from services.adapters.quotas.rate_meters import RequestMeter, TokenMeter, rate_meter
+from services.adapters.quotas.tenant_counts import WHOLE, TenantCounts
 from services.core.errors import OverQuota
 from services.core.generation import Usage
-from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
+from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
 from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
 _KEPT_PERIODS: Final = 40
 _LAPSED_KEEP_S: Final = 7 * 86_400.0
 _NOTHING: Final = Usage(0, 0)
-_WHOLE: Final = (Scope.TENANT, "")  # the slots of all requests of a tenant
 
 
 class _State(Enum):
@@ -97,22 +96,11 @@ class _Budget:
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """``slots`` map requests to their deadlines, by scope, in the order of deadlines."""
-
-    work: RequestMeter = field(default_factory=RequestMeter)
-    rates: dict[tuple[LimitKind, Scope, str], RequestMeter | TokenMeter] = field(default_factory=dict)
+class _Tenant(TenantCounts):
     budgets: dict[tuple[LimitKind, Scope, str], _Budget] = field(default_factory=dict)
-    slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
     records: dict[str, _Record] = field(default_factory=dict)
     # By the time for which records are kept: requests, and when they are dropped.
     ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
-
-    def rate(self, limit: Limit) -> RequestMeter | TokenMeter:
-        key = _named(limit)
-        if key not in self.rates:
-            self.rates[key] = rate_meter(limit.kind)
-        return self.rates[key]
 
     def budget(self, limit: Limit) -> _Budget:
         return self.budgets.setdefault(_named(limit), _Budget())
@@ -123,7 +111,7 @@ class _Tenant:
             ended.pop(request_id, None)
 
     def deadline_us(self, request_id: str) -> int:
-        return self.slots.get(_WHOLE, {}).get(request_id, 0)
+        return self.slots.get(WHOLE, {}).get(request_id, 0)
 
 
 class MemoryLimiter:
@@ -167,9 +155,9 @@ class MemoryLimiter:
         admitted_us = round(self._clock.unix_s() * 1e6)
         record = _Record(_State.LAPSED, admitted_us)
         if (over := self._first_over(tenant, record, due)) is not None:
-            raise rejection(*over, self._rates(tenant, due))
+            raise rejection(*over, tenant.states(due, self._now_us()))
         rates = [
-            rate_state(claim.limit, tenant.rate(claim.limit).count(claim.limit, claim.amount, now_us))
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, claim.amount, now_us))
             for claim in due
             if claim.limit.kind is LimitKind.REQUESTS
         ]
@@ -192,24 +180,16 @@ class MemoryLimiter:
         while (over := self._try_reserve(tenant, wanted, len(reservation.claims))) is not None:
             # A lapsed reservation must not take the room of a request.
             if not self._settle_lapsed(tenant, LAPSED_BATCH):
-                raise rejection(*over, self._rates(tenant, wanted.claims))
-        return replace(wanted, token_rate=tightest(rate for _, rate in self._rates(tenant, wanted.claims)))
+                raise rejection(*over, tenant.states(wanted.claims, self._now_us()))
+        return replace(
+            wanted, token_rate=tightest(rate for _, rate in tenant.states(wanted.claims, self._now_us()))
+        )
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
-        limit = Limit(LimitKind.REQUESTS, per_minute)
-        if per_minute > 0:
-            tenant, now_us = self._tenant(tenant_id), self._now_us()
-            if (wait_us := tenant.work.wait_us(limit, 1, now_us)) > 0:
-                raise rejection(Claim(limit), wait_us / 1e6)
-            tenant.work.count(limit, 1, now_us)
+        self._tenant(tenant_id).spend(Limit(LimitKind.REQUESTS, per_minute), self._now_us())
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        tenant, now_us = self._tenant(tenant_id), self._now_us()
-        for claim in claims:
-            if (wait_us := tenant.rate(claim.limit).wait_us(claim.limit, claim.amount, now_us)) > 0:
-                raise rejection(claim, wait_us / 1e6, self._rates(tenant, claims))
-        for claim in claims:
-            tenant.rate(claim.limit).count(claim.limit, claim.amount, now_us)
+        self._tenant(tenant_id).take(claims, self._now_us())
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
@@ -281,7 +261,7 @@ class MemoryLimiter:
     def held(self, tenant_id: str) -> int:
         """Return the value of ``concurrency`` without awaiting."""
         tenant = self._tenants.get(tenant_id)
-        return 0 if tenant is None else self._live(tenant, _WHOLE, self._now_us())
+        return 0 if tenant is None else tenant.live(WHOLE, self._now_us())
 
     # --- the life of a record ----------------------------------------------------------------------
 
@@ -305,10 +285,7 @@ class MemoryLimiter:
         state: _State,
         keep_s: float,
     ) -> None:
-        for scope in list(tenant.slots):
-            tenant.slots[scope].pop(request_id, None)
-            if not tenant.slots[scope]:
-                del tenant.slots[scope]
+        tenant.release(request_id)
         tenant.records[request_id] = record
         self._change(tenant, record, state, charge=usage)
         tenant.kept(request_id)
@@ -345,15 +322,14 @@ class MemoryLimiter:
             if claim.limit.kind in BUDGETS and (more or due):
                 tenant.budget(claim.limit).count(claim.limit, more, due, record.admitted_us)
             elif claim.limit.kind in TOKEN_RATES and (more or due):
-                tenant.rate(claim.limit).count(claim.limit, more + due, self._now_us())
+                tenant.meter(claim.limit).count(claim.limit, more + due, self._now_us())
 
     def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
         self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
 
     def _settle_lapsed(self, tenant: _Tenant, at_most: int) -> int:
         now_us, settled = self._now_us(), 0
-        slots = tenant.slots.get(_WHOLE, {})
-        while slots and settled < at_most and slots[request_id := next(iter(slots))] <= now_us:
+        while settled < at_most and (request_id := tenant.next_lapsed(now_us)):
             self._lapse(tenant, request_id, tenant.records[request_id])
             settled += 1
         self._forget(tenant)
@@ -375,54 +351,19 @@ class MemoryLimiter:
         now_us = self._now_us()
         for claim in claims:
             limit = claim.limit
-            if limit.kind is LimitKind.CONCURRENCY:
-                wait_us = self._slot_wait_us(tenant, limit, now_us)
-            elif limit.kind in BUDGETS:
+            if limit.kind in BUDGETS:
                 wait_us = tenant.budget(limit).wait_us(
                     limit, record.reserved(claim), record.admitted_us, self._clock.unix_s()
                 )
             else:
-                amount = claim.amount if limit.kind is LimitKind.REQUESTS else record.reserved(claim)
-                wait_us = tenant.rate(limit).wait_us(limit, amount, now_us)
+                amount = record.reserved(claim) if limit.kind in TOKEN_RATES else claim.amount
+                wait_us = tenant.wait_us(Claim(limit, amount), now_us)
             if wait_us > 0:
                 return claim, wait_us / 1e6
         return None
 
-    def _rates(self, tenant: _Tenant, claims: Sequence[Claim]) -> list[tuple[Limit, RateState]]:
-        """Return the present state of the rates among the claims."""
-        now_us = self._now_us()
-        return [
-            (claim.limit, rate_state(claim.limit, tenant.rate(claim.limit).level(claim.limit, now_us)))
-            for claim in claims
-            if claim.limit.kind in (LimitKind.REQUESTS, *TOKEN_RATES)
-        ]
-
-    def _slot_wait_us(self, tenant: _Tenant, limit: Limit, now_us: int) -> int:
-        scope = (limit.scope, limit.name)
-        if self._live(tenant, scope, now_us) < most(limit):
-            return 0
-        return next(at for at in tenant.slots[scope].values() if at > now_us) - now_us
-
-    def _live(self, tenant: _Tenant, scope: tuple[Scope, str], now_us: int) -> int:
-        slots = tenant.slots.get(scope, {})
-        lapsed = 0
-        for deadline_us in slots.values():
-            if deadline_us > now_us:
-                break
-            lapsed += 1
-        return len(slots) - lapsed
-
     def _hold(self, tenant: _Tenant, request_id: str, claims: Sequence[Claim]) -> None:
-        """Add the slots or extend their deadlines. Leases are equal, so they stay in order of deadlines."""
-        held = [
-            (claim.limit.scope, claim.limit.name)
-            for claim in claims
-            if claim.limit.kind is LimitKind.CONCURRENCY and claim.limit.scope is not Scope.TENANT
-        ]
-        for scope in (_WHOLE, *held):
-            slots = tenant.slots.setdefault(scope, {})
-            slots.pop(request_id, None)
-            slots[request_id] = self._now_us() + self._lease_us
+        tenant.hold(request_id, claims, self._now_us() + self._lease_us)
 
     def _tenant(self, tenant_id: str) -> _Tenant:
         tenant = self._tenants.setdefault(tenant_id, _Tenant())
