@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from enum import Enum, auto
 from typing import Final
 
@@ -13,11 +14,8 @@ from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
     SETTLED_KEEP_S,
-    largest,
     limited,
     most,
-    period_end_s,
-    period_of,
     rate_state,
     rejection,
     tightest,
@@ -32,6 +30,7 @@ from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
 _KEPT_PERIODS: Final = 40
+_DAY_S: Final = 86_400
 _LAPSED_KEEP_S: Final = 7 * 86_400.0
 _NOTHING: Final = Usage(0, 0)
 
@@ -379,3 +378,28 @@ class MemoryLimiter:
 def _named(limit: Limit) -> tuple[LimitKind, Scope, str]:
     """Return what identifies a limit while its number changes."""
     return limit.kind, limit.scope, limit.name
+
+
+def largest(left: Usage, right: Usage) -> Usage:
+    """Return the element-wise maximum."""
+    return Usage(
+        max(left.prompt_tokens, right.prompt_tokens),
+        max(left.output_tokens, right.output_tokens),
+        max(left.cached_tokens, right.cached_tokens),
+    )
+
+
+def period_of(kind: LimitKind, unix_s: float) -> int:
+    """Return the number of the budget's day or month (UTC)."""
+    if kind is LimitKind.DAY_MICROS:
+        return int(unix_s // _DAY_S)
+    day = datetime.fromtimestamp(unix_s, UTC)
+    return day.year * 12 + day.month - 1
+
+
+def period_end_s(kind: LimitKind, unix_s: float) -> float:
+    """Return the Unix time at which the budget's day or month ends."""
+    period = period_of(kind, unix_s) + 1
+    if kind is LimitKind.DAY_MICROS:
+        return float(period * _DAY_S)
+    return datetime(period // 12, period % 12 + 1, 1, tzinfo=UTC).timestamp()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.core.limits import LimitKind
 from services.runtime.telemetry.metrics import SHORT_S, Metrics
 
@@ -31,12 +32,7 @@ class LimiterTelemetry:
         )
 
     def export(
-        self,
-        *,
-        breaker_open: Callable[[], bool],
-        unsettled: Callable[[], int],
-        spool_bytes: Callable[[], int],
-        spool_lost: Callable[[], int],
+        self, *, breaker_open: Callable[[], bool], unsettled: Callable[[], int], spool: SettlementSpool
     ) -> None:
         """Export the state of the store and of the settlements that wait for it."""
         metrics = self._metrics
@@ -53,12 +49,12 @@ class LimiterTelemetry:
         metrics.level(
             "fairway_limiter_spool_bytes",
             "Bytes of usage spooled for the quota store",
-            lambda: float(spool_bytes()),
+            lambda: float(spool.size_bytes),
         )
         metrics.counted(
             "fairway_limiter_spool_lost_total",
             "Damaged lines of spooled usage, which the quota store never receives",
-            lambda: [((), float(spool_lost()))],
+            lambda: [((), float(spool.lost))],
         )
 
     def decided_without_store(self, kind: LimitKind, *, admitted: bool) -> None:

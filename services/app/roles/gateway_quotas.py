@@ -64,10 +64,7 @@ class GatewayQuotas:
             telemetry=telemetry,
         )
         telemetry.export(
-            breaker_open=lambda: redis.breaker_open,
-            unsettled=lambda: limiter.unsettled,
-            spool_bytes=lambda: spool.size_bytes,
-            spool_lost=lambda: spool.lost,
+            breaker_open=lambda: redis.breaker_open, unsettled=lambda: limiter.unsettled, spool=spool
         )
         address = settings.advertised
         self._registration = Registration(
