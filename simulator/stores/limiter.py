@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -114,22 +114,20 @@ class _Tenant(TenantCounts):
 
 
 class MemoryLimiter:
-    """Model of ``RedisLimiter``. Beyond ``max_tenants`` the tenant idle for longest is dropped."""
+    """Model of ``RedisLimiter``."""
 
     def __init__(
         self,
         clock: Clock,
         *,
         lease_s: float = 60.0,
-        max_tenants: int = 100_000,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
         """``settled_keep_s``: for how long the charges of a settled request are remembered."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
-        self._max_tenants = max_tenants
         self._settled_keep_us = round(settled_keep_s * 1e6)
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
 
     async def admit(
         self,
@@ -139,7 +137,7 @@ class MemoryLimiter:
         claims: Sequence[Claim] = (),
         price: Price = NO_PRICE,
     ) -> Reservation:
-        tenant, now_us = self._tenant(tenant_id), self._now_us()
+        tenant, now_us = self._tenants[tenant_id], self._now_us()
         held = tenant.records.get(request_id)
         if held is not None and held.state is _State.RUNNING:
             if tenant.deadline_us(request_id) > now_us:
@@ -174,7 +172,7 @@ class MemoryLimiter:
         claims = limited(unclaimed(reservation, claims))
         if not claims:
             return reservation
-        tenant = self._tenant(reservation.tenant_id)
+        tenant = self._tenants[reservation.tenant_id]
         wanted = replace(reservation, claims=reservation.claims + claims, price=price)
         while (over := self._try_reserve(tenant, wanted, len(reservation.claims))) is not None:
             # A lapsed reservation must not take the room of a request.
@@ -185,14 +183,14 @@ class MemoryLimiter:
         )
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
-        self._tenant(tenant_id).spend(Limit(LimitKind.REQUESTS, per_minute), self._now_us())
+        self._tenants[tenant_id].spend(Limit(LimitKind.REQUESTS, per_minute), self._now_us())
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        self._tenant(tenant_id).take(claims, self._now_us())
+        self._tenants[tenant_id].take(claims, self._now_us())
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
-            tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+            tenant, request_id = self._tenants[reservation.tenant_id], reservation.request_id
             record = tenant.records.get(request_id)
             if record is None or record.state is _State.LAPSED:
                 # What it holds counts again, also above a limit: the request does run.
@@ -209,7 +207,7 @@ class MemoryLimiter:
 
     def settle_for(self, keep_s: float, reservation: Reservation, usage: Usage) -> None:
         """The same, with a time for which the charges are remembered."""
-        tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+        tenant, request_id = self._tenants[reservation.tenant_id], reservation.request_id
         record = tenant.records.get(request_id)
         if record is None or record.state is not _State.RUNNING:
             ended, record = record, _Record(_State.LAPSED, reservation.admitted_us)
@@ -222,7 +220,7 @@ class MemoryLimiter:
         self._forget(tenant)
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        tenant = self._tenant(tenant_id)
+        tenant = self._tenants[tenant_id]
         record = tenant.records.get(request_id)
         if record is not None and record.state is _State.RUNNING:
             self._change(tenant, record, checkpoint=usage)
@@ -243,10 +241,10 @@ class MemoryLimiter:
         return over
 
     async def settle_lapsed(self, tenant_id: str) -> int:
-        return self._settle_lapsed(self._tenant(tenant_id), LAPSED_BATCH)
+        return self._settle_lapsed(self._tenants[tenant_id], LAPSED_BATCH)
 
     async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        tenant, now_s = self._tenant(tenant_id), self._clock.unix_s()
+        tenant, now_s = self._tenants[tenant_id], self._clock.unix_s()
         found = []
         for limit in limits:
             budget = tenant.budget(limit)
@@ -363,13 +361,6 @@ class MemoryLimiter:
 
     def _hold(self, tenant: _Tenant, request_id: str, claims: Sequence[Claim]) -> None:
         tenant.hold(request_id, claims, self._now_us() + self._lease_us)
-
-    def _tenant(self, tenant_id: str) -> _Tenant:
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        self._tenants.move_to_end(tenant_id)
-        if len(self._tenants) > self._max_tenants:
-            self._tenants.popitem(last=False)
-        return tenant
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from fractions import Fraction
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,12 +96,3 @@ def test_slots_are_held_by_exactly_those_that_run(steps: list[tuple[str, int]]) 
             assert await limiter.concurrency("t") == len(live)
 
     asyncio.run(scenario())
-
-
-async def test_the_number_of_tenants_is_bounded() -> None:
-    limiter = MemoryLimiter(TurnedClock(), max_tenants=3)
-    for number in range(10):
-        await limiter.admit(f"t{number}", "r", limits(slots=1))
-    with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit("t9", "other", limits(slots=1))
-    await limiter.admit("t0", "other", limits(slots=1))

@@ -135,3 +135,14 @@ def test_what_is_kept_of_tenants_and_lapsed_requests_is_bounded() -> None:
     assert len(tenant.lapsed) <= 1000
     assert not tenant.meters
     assert len(tenant.running) == 1
+
+
+def test_the_number_of_tenants_is_bounded() -> None:
+    shares = LocalShares(HandClock())
+    for number in range(100_000):
+        shares.spend(f"t{number}", WORK)
+    shares.spend("t0", WORK)
+    shares.spend("new", WORK)
+    assert len(shares._tenants) == 100_000
+    assert "t0" in shares._tenants, "the one idle for longest is dropped"
+    assert "t1" not in shares._tenants
