@@ -43,21 +43,6 @@ class Reservation:
     token_rate: RateState | None = field(default=None, compare=False)
 
 
-class HeldRates(Protocol):
-    """What a limiter decides at once, on rates that this process holds already. The event loop calls it.
-
-    Each method has the effect of the ``Limiter``'s method of that name, or none: then that one is called.
-    """
-
-    def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """Reserves no claims."""
-
-    def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """Return whether the claims are reserved; ``reservation`` stays as it is."""
-
-    def settle_held(self, reservation: Reservation, usage: Usage) -> bool: ...
-
-
 class Limiter(Protocol):
     """What a gateway calls. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
 

@@ -16,6 +16,7 @@ import grpc
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.generation import Principal
 from services.core.limits import Price
 from services.core.records import (
@@ -54,7 +55,6 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore
-from services.ports.limiter import HeldRates
 from services.ports.poison.quarantine import Quarantine
 from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import by_reason
@@ -107,7 +107,7 @@ class RowsGateway:
         *,
         records: IdempotencyStore | None = None,
         limiter: Any = None,
-        held: HeldRates | None = None,
+        held: GatewayLimiter | None = None,
         owner: str = "g0",
         runner: Any = None,
         quarantine: Quarantine | None = None,

@@ -40,10 +40,11 @@ _CLOSED_RETRY_S: Final = 1.0
 
 
 class GatewayLimiter:
-    """The ``Limiter`` of a gateway and its ``HeldRates``: the shared store, and what spares or replaces it.
+    """The ``Limiter`` of a gateway: the shared store, and what spares or replaces it.
 
-    Rates of hot tenants are decided on slices; without hot tenants every call goes to the store. While the
-    store is unavailable:
+    Rates of hot tenants are decided on slices; without hot tenants every call goes to the store. The methods
+    ``*_held`` decide at once on slices. Each has the effect of the method of that name, or none: then that
+    one is called. While the store is unavailable:
 
     - requests and tokens per minute: open to this gateway's share of the limit, from an empty bucket.
     - slots: open to this gateway's share; those held in the shared store are not counted.
@@ -131,15 +132,15 @@ class GatewayLimiter:
         return reservation
 
     def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """See ``ports.limiter.HeldRates``: none while settlements wait, whose room ``admit`` checks."""
+        """Return None also while settlements wait, whose room ``admit`` checks. No claims are reserved."""
         return None if self._unsettled else self._hot.admit_held(tenant_id, request_id, limits)
 
     def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """See ``ports.limiter.HeldRates``."""
+        """Return whether the claims are reserved; ``reservation`` stays as it is."""
         return self._hot.reserve_held(reservation, claims)
 
     def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
-        """See ``ports.limiter.HeldRates``: every leased request."""
+        """Return whether the request is leased; then it is settled."""
         return self._hot.settle(reservation, usage)
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
