@@ -3,7 +3,7 @@
 ``make bench-admission``, after ``make bench-engine-peers ARGS=litellm``:
 
 - ``redis``: reserve and settle against bare round trips of the same payload;
-- ``leased``: decisions of the leased limiter per second of a core;
+- ``leased``: decisions on leased rates per second of a core;
 - ``ledger``: device time that has an owner, and how fresh usage is, on the engine;
 - ``litellm``: the gateway with limits on against LiteLLM's proxy.
 

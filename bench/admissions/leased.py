@@ -1,4 +1,4 @@
-"""Decisions of the leased limiter per second of a core, with the exact limiter on Redis behind it.
+"""Decisions on leased rates per second of a core, with the exact limiter on Redis behind it.
 
 One hot tenant with a rate of requests. A decision is the admission of a request, and its settlement. The time
 is the processor time of this process, which includes the refills.
@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import Final
 
-from services.adapters.quotas.leased_limiter import LeasedLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.generation import Usage
 from services.core.limits import Limit, LimitKind
@@ -29,7 +29,7 @@ async def leased_decisions(port: int) -> dict[str, float]:
     """Return ``leased_per_s_per_core``; a line per round is printed."""
     clock = SystemClock()
     inner = RedisLimiter(f"redis://127.0.0.1:{port}", clock)
-    limiter = LeasedLimiter(inner, clock)
+    limiter = GatewayLimiter(inner, clock)
     rates: list[float] = []
 
     async def decide(name: str, decisions: int) -> None:

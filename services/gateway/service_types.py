@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fairway.v1 import inference_pb2
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.errors import FairwayError, QueueFull, ShareExceeded, retry_in
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
@@ -19,7 +20,7 @@ from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import HeldRates, Limiter
+from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
 from services.rpc.convert.times import seconds_of
@@ -90,7 +91,7 @@ class Ports:
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
     # What the limiter decides at once; None: nothing.
-    held: HeldRates | None = None
+    held: GatewayLimiter | None = None
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Receives each request's usage once it is settled.
     report_usage: Callable[[RequestUsage], None] = lambda _event: None

@@ -37,7 +37,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import ShadowArm
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 
@@ -230,22 +230,9 @@ class Unlimited:
 
     async def spend(self, tenant_id: str, per_minute: int) -> None: ...
 
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None: ...
-
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None: ...
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None: ...
-
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None: ...
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        return 0
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        return ()
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,23 +43,8 @@ class Reservation:
     token_rate: RateState | None = field(default=None, compare=False)
 
 
-class HeldRates(Protocol):
-    """What a limiter decides at once, on rates that this process holds already. The event loop calls it.
-
-    Each method has the effect of the ``Limiter``'s method of that name, or none: then that one is called.
-    """
-
-    def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """Reserves no claims."""
-
-    def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """Return whether the claims are reserved; ``reservation`` stays as it is."""
-
-    def settle_held(self, reservation: Reservation, usage: Usage) -> bool: ...
-
-
 class Limiter(Protocol):
-    """Raises StoreUnavailable, within a bounded time, when the shared state cannot be reached.
+    """What a gateway calls. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
 
     A limit of 0 or less is no limit. What a request is charged is the element-wise maximum of all usage that
     was reported for its id: a repeated settlement adds nothing, and a request that is admitted again under
@@ -99,12 +84,6 @@ class Limiter(Protocol):
         Raises RequestRateExceeded, with ``retry_after_s``.
         """
 
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
-
-        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
-        """
-
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         """Extend the deadlines of running requests. The usage so far becomes the checkpoint that a lapse
         charges, and raises token rates where it exceeds what was reserved."""
@@ -116,21 +95,12 @@ class Limiter(Protocol):
         process may read the settlement from its disk again, or the request may be resumed.
         """
 
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        """Raise the checkpoint of a request whose gateway has not settled it, as others observed its usage.
 
-        A reservation that has lapsed and was charged already is charged the difference. No effect on a
-        settled or unknown request.
+class SharedLimits(Limiter, Protocol):
+    """The limits that all gateways share, exact under any concurrency."""
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
+
+        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
         """
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        """Settle a bounded number of reservations that were not renewed in time, each with its checkpoint.
-
-        Returns how many; the caller repeats it until 0.
-        """
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        """Return the state of these budgets in their current periods."""
-
-    async def concurrency(self, tenant_id: str) -> int:
-        """Return how many requests of the tenant hold a slot now."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.core.records import (
     ASSIGNMENTS,
@@ -47,6 +45,8 @@ from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network
 from simulator.kernel.process import Process, Skew
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 
 STORE: Final = "store"
 _LOOK_S: Final = 0.05

@@ -12,14 +12,14 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metered import PRICE, admit_metered, charged, limits
 
 AnyLimiter = RedisLimiter | MemoryLimiter
@@ -237,18 +237,18 @@ async def test_names_are_data(limiter: AnyLimiter, tenant: str) -> None:
         assert await charged(limiter, tenant + name) == Usage(1, 2)
 
 
-async def test_a_fallback_with_its_store_there_adds_nothing(limiter: AnyLimiter, tenant: str) -> None:
+async def test_a_gateway_with_its_store_there_adds_nothing(limiter: AnyLimiter, tenant: str) -> None:
     clock = SystemClock()
-    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    held = await admit_metered(fallback, tenant, "r1", limits(slots=1))
+    gateway = GatewayLimiter(limiter, clock)
+    held = await admit_metered(gateway, tenant, "r1", limits(slots=1))
     assert not held.local
     with pytest.raises(ConcurrencyExceeded):
-        await fallback.admit(tenant, "r2", limits(slots=1))
-    await fallback.renew([(held, NOTHING)])
-    assert await fallback.concurrency(tenant) == 1
-    await fallback.settle(held, Usage(4, 2))
-    assert await charged(fallback, tenant) == Usage(4, 2)
-    assert (await fallback.concurrency(tenant), fallback.unsettled) == (0, 0)
+        await gateway.admit(tenant, "r2", limits(slots=1))
+    await gateway.renew([(held, NOTHING)])
+    assert await limiter.concurrency(tenant) == 1
+    await gateway.settle(held, Usage(4, 2))
+    assert await charged(limiter, tenant) == Usage(4, 2)
+    assert (await limiter.concurrency(tenant), gateway.unsettled) == (0, 0)
 
 
 async def test_tokens_are_admitted_up_to_a_minutes_worth_and_the_wait_is_stated(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import BudgetExceeded, OverQuota
 from services.core.generation import Usage
@@ -23,6 +22,7 @@ from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.ports.clock import Clock
 from services.ports.limiter import Reservation, Spent
 from services.runtime.clock import SystemClock
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 from tests.support.metered import limits
 

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import BudgetExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 PRICE = Price(10**6, 250_000, 3 * 10**6)

@@ -6,8 +6,7 @@ import asyncio
 from random import Random
 from typing import Any
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
@@ -23,7 +22,7 @@ from tests.support.metered import admit_metered, charged
 CLOCK = SystemClock()
 
 
-def _service(limiter: FallbackLimiter) -> GatewayService:
+def _service(limiter: GatewayLimiter) -> GatewayService:
     nobody: Any = None
     ports = Ports(
         limiter=limiter,
@@ -57,7 +56,7 @@ async def _back(limiter: RedisLimiter) -> None:
 
 async def test_a_drain_delivers_settlements_that_were_kept(own_redis: Any) -> None:
     shared = RedisLimiter(f"redis://{own_redis.address}/0", CLOCK, timeout_s=2.0)
-    limiter = FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK)
+    limiter = GatewayLimiter(shared, CLOCK)
     try:
         reservation = await admit_metered(limiter, "t", "r")
         own_redis.kill()

@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 import redis.asyncio
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
@@ -189,19 +188,19 @@ async def test_what_waits_is_settled_soon_after_the_store_is_back(
     own_redis: Any, limiter: RedisLimiter
 ) -> None:
     clock = SystemClock()
-    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
-    held = await admit_metered(fallback, "t", "r", limits(slots=1))
-    settling = asyncio.create_task(fallback.settle_forever())
+    gateway = GatewayLimiter(limiter, clock)
+    held = await admit_metered(gateway, "t", "r", limits(slots=1))
+    settling = asyncio.create_task(gateway.settle_forever())
     try:
         for round_ in range(2):  # the second outage comes while nothing renews either
             own_redis.freeze()
-            await fallback.settle(held, Usage(1, 1))
-            assert fallback.unsettled == 1
+            await gateway.settle(held, Usage(1, 1))
+            assert gateway.unsettled == 1
             own_redis.thaw()
-            await until(lambda: not fallback.unsettled, timeout_s=10)
+            await until(lambda: not gateway.unsettled, timeout_s=10)
             assert await limiter.concurrency("t") == 0
             assert await charged(limiter, "t") == Usage(round_ + 1, round_ + 1)
-            held = await admit_metered(fallback, "t", f"r{round_}", limits(slots=1))
+            held = await admit_metered(gateway, "t", f"r{round_}", limits(slots=1))
     finally:
         settling.cancel()
         await asyncio.wait({settling})
@@ -211,35 +210,34 @@ async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
     own_redis: Any, limiter: RedisLimiter
 ) -> None:
     clock = SystemClock()
-    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
+    gateway = GatewayLimiter(limiter, clock)
     most = limits(4, 2)
-    before = await admit_metered(fallback, "t", "before", most)
+    before = await admit_metered(gateway, "t", "before", most)
     assert not before.local
     own_redis.freeze()
     try:
-        during = [await fallback.admit("t", f"d{n}", most) for n in range(2)]
+        during = [await gateway.admit("t", f"d{n}", most) for n in range(2)]
         assert all(reservation.local for reservation in during)
         with pytest.raises(ConcurrencyExceeded):
-            await fallback.admit("t", "d2", most)
-        await fallback.settle(before, Usage(10, 1))
-        await fallback.settle(before, Usage(10, 1))
+            await gateway.admit("t", "d2", most)
+        await gateway.settle(before, Usage(10, 1))
+        await gateway.settle(before, Usage(10, 1))
         for reservation in during:
-            await fallback.settle(reservation, Usage(100, 1))
-        await fallback.renew([(before, Usage(1, 1))])
-        assert await fallback.concurrency("t") == 0
+            await gateway.settle(reservation, Usage(100, 1))
+        await gateway.renew([(before, Usage(1, 1))])
         for number in range(2):
-            await fallback.settle(await fallback.admit("t", f"e{number}", most), Usage(1000, 1))
+            await gateway.settle(await gateway.admit("t", f"e{number}", most), Usage(1000, 1))
         with pytest.raises(RequestRateExceeded):
-            await fallback.admit("t", "f", most)
-        assert fallback.unsettled == 5
+            await gateway.admit("t", "f", most)
+        assert gateway.unsettled == 5
     finally:
         own_redis.thaw()
     await back_within(limiter, 3.0)
-    await fallback.renew([])
-    assert fallback.unsettled == 0
+    await gateway.renew([])
+    assert gateway.unsettled == 0
     assert await charged(limiter, "t") == Usage(10, 1), "nothing is metered without the store"
     assert await limiter.concurrency("t") == 0
-    after = await fallback.admit("t", "after", most)
+    after = await gateway.admit("t", "after", most)
     assert not after.local
 
 
@@ -247,17 +245,17 @@ async def test_slots_of_requests_that_ended_in_an_outage_are_free_right_after_it
     own_redis: Any, limiter: RedisLimiter
 ) -> None:
     clock = SystemClock()
-    fallback = FallbackLimiter(limiter, MemoryLimiter(clock, local=True), clock)
+    gateway = GatewayLimiter(limiter, clock)
     most = limits(slots=2)
-    held = [await fallback.admit("t", f"r{number}", most) for number in range(2)]
+    held = [await gateway.admit("t", f"r{number}", most) for number in range(2)]
     own_redis.freeze()
     try:
         for reservation in held:
-            await fallback.settle(reservation, Usage(1, 1))
+            await gateway.settle(reservation, Usage(1, 1))
     finally:
         own_redis.thaw()
     await back_within(limiter, 3.0)
     for number in range(2):
-        assert not (await fallback.admit("t", f"s{number}", most)).local
+        assert not (await gateway.admit("t", f"s{number}", most)).local
     with pytest.raises(ConcurrencyExceeded):
-        await fallback.admit("t", "s2", most)
+        await gateway.admit("t", "s2", most)

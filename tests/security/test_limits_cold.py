@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.limits import Limit
@@ -22,9 +21,9 @@ from tests.support.metered import limits
 CLOCK = SystemClock()
 
 
-def gateway(url: str, gateways: Callable[[], int] = lambda: 2) -> tuple[FallbackLimiter, RedisLimiter]:
+def gateway(url: str, gateways: Callable[[], int] = lambda: 2) -> tuple[GatewayLimiter, RedisLimiter]:
     shared = RedisLimiter(url, CLOCK)
-    return FallbackLimiter(shared, MemoryLimiter(CLOCK, local=True), CLOCK, gateways=gateways), shared
+    return GatewayLimiter(shared, CLOCK, gateways=gateways), shared
 
 
 async def busy(seconds: float) -> None:

@@ -5,6 +5,7 @@ lost and the store does not count as away.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 import uuid
@@ -16,8 +17,8 @@ import pytest
 import pytest_asyncio
 import redis.asyncio
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
+from services.adapters.quotas.slices import SliceSettings
 from services.adapters.redis.limiter import MAX_ADMITTING, RedisLimiter
 from services.core.errors import ConcurrencyExceeded, OverQuota, RequestRateExceeded
 from services.core.generation import Usage
@@ -28,6 +29,7 @@ from tests.support.metered import MeteredLimiter, charged, limits
 
 STARTS = 20_000
 CLOCK = SystemClock()
+NEVER_HOT = SliceSettings(hot_per_s=math.inf)  # the store decides on every request
 
 
 class Rig:
@@ -35,7 +37,7 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         self.shared = RedisLimiter(url, CLOCK)
-        self.limiter = FallbackLimiter(MeteredLimiter(self.shared), MemoryLimiter(CLOCK, local=True), CLOCK)
+        self.limiter = GatewayLimiter(MeteredLimiter(self.shared), CLOCK, slices=NEVER_HOT)
         self.outcomes: Counter[str] = Counter()
         self.held: list[Reservation] = []
 
@@ -87,7 +89,7 @@ async def test_starts_that_are_cancelled_poison_nothing(rig: Rig) -> None:
     for number in range(5):
         held = await rig.limiter.admit(other, f"r{number}", limits(slots=1))
         assert not held.local
-        assert await rig.limiter.concurrency(other) == 1
+        assert await rig.shared.concurrency(other) == 1
         await rig.limiter.settle(held, Usage(1, 1))
     assert await charged(rig.shared, other) == Usage(5, 5)
 
@@ -126,7 +128,7 @@ async def test_others_are_admitted_and_settled_beside_a_storm(rig: Rig) -> None:
     assert len(rig.held) == 5 or {held.request_id for held in rig.held} <= {
         f"{flood}-{n}" for n in range(400)
     }
-    assert await rig.limiter.concurrency(flood) == 5
+    assert await rig.shared.concurrency(flood) == 5
 
 
 async def test_a_tenant_has_a_bounded_number_of_admissions_under_way(rig: Rig) -> None:

@@ -16,8 +16,7 @@ import redis.asyncio
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, FailedPrecondition, StoreUnavailable, Unavailable
@@ -50,8 +49,7 @@ class Gateway:
         url = f"redis://127.0.0.1:{port}/0"
         self.shared = RedisLimiter(url, CLOCK, settled_keep_s=KEEP_S)
         self.spool = SettlementSpool(folder, max_bytes=max_bytes)
-        local = MemoryLimiter(CLOCK, local=True)
-        self.limiter = FallbackLimiter(MeteredLimiter(self.shared), local, CLOCK, spool=self.spool)
+        self.limiter = GatewayLimiter(MeteredLimiter(self.shared), CLOCK, spool=self.spool)
 
     async def written(self) -> None:
         """The spool has nothing under way."""

@@ -13,7 +13,6 @@ import grpc
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
     AnyGrant,
@@ -43,6 +42,7 @@ from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 
 CLOCK = SystemClock()
 DIGEST = "sha256:x"

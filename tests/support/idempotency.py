@@ -11,13 +11,13 @@ from secrets import token_bytes
 import redis.asyncio
 
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits
 from services.runtime.clock import SystemClock
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
@@ -413,7 +412,7 @@ async def _gateway(
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
     cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, count_lookups(metrics))
     ports = Ports(
-        limiter=FallbackLimiter(MeteredLimiter(limiter), MemoryLimiter(CLOCK, local=True), CLOCK),
+        limiter=GatewayLimiter(MeteredLimiter(limiter), CLOCK),
         placement=Placement(fleet),
         workers=workers,
         clock=CLOCK,

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
-from services.ports.limiter import NO_PRICE, Limiter, Reservation
+from services.ports.limiter import NO_PRICE, Limiter, Reservation, SharedLimits
+from services.ports.spending import Spending
 
 # A month's cost is prompt + 10^4 * cached + 10^8 * output tokens.
 METER: Final = Limit(LimitKind.MONTH_MICROS, 10**15)
@@ -27,7 +28,7 @@ async def admit_metered(
     return await limiter.reserve(reservation, [Claim(METER, 0)], PRICE)
 
 
-async def charged(limiter: Limiter, tenant_id: str) -> Usage:
+async def charged(limiter: Spending, tenant_id: str) -> Usage:
     """Return what metered requests of the tenant were charged."""
     (spent,) = await limiter.spent(tenant_id, [METER])
     return usage_of(spent.settled_micros)
@@ -40,7 +41,7 @@ def usage_of(micros: int) -> Usage:
 class MeteredLimiter:
     """Meters every request that it admits."""
 
-    def __init__(self, inner: Limiter) -> None:
+    def __init__(self, inner: SharedLimits) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:

@@ -15,9 +15,8 @@ import grpc
 
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.generation import Principal
 from services.core.limits import Price
 from services.core.records import (
@@ -55,7 +54,6 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore
-from services.ports.limiter import HeldRates
 from services.ports.poison.quarantine import Quarantine
 from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import by_reason
@@ -66,6 +64,8 @@ from services.runtime.ids import Ids
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_batches import memory_batches
 from tests.support.row_versions import LocalRows
 from tests.support.stored_responses import memory_responses
@@ -106,7 +106,7 @@ class RowsGateway:
         *,
         records: IdempotencyStore | None = None,
         limiter: Any = None,
-        held: HeldRates | None = None,
+        held: GatewayLimiter | None = None,
         owner: str = "g0",
         runner: Any = None,
         quarantine: Quarantine | None = None,

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.clock import Clock
 from services.ports.idempotency import RecordLimits
 from services.runtime.supervisor import Supervisor
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 
 
 @asynccontextmanager

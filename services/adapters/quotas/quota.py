@@ -1,9 +1,8 @@
-"""Arithmetic and rejections that all limiters share."""
+"""Arithmetic and rejections that the shared store and a gateway's own decisions have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Final
 
 from services.core.errors import (
@@ -32,7 +31,6 @@ MAX_TOKENS_PER_MINUTE: Final = 100_000_000_000
 SETTLED_KEEP_S: Final = 600  # for how long a confirmed settlement is stored
 LAPSED_AT_ONCE: Final = 8  # lapsed reservations that one admission settles
 LAPSED_BATCH: Final = 64  # and one call of ``settle_lapsed``
-DAY_S: Final = 86_400
 _CONCURRENCY_RETRY_S: Final = 1.0
 _WHOSE: Final = {Scope.TENANT: "the", Scope.KEY: "this key's", Scope.USER: "this end user's"}
 
@@ -78,31 +76,6 @@ def used_of(kind: LimitKind, usage: Usage, price: Price) -> int:
             return price.cost_micros(usage)
         case _:
             return 0
-
-
-def largest(left: Usage, right: Usage) -> Usage:
-    """Return the element-wise maximum."""
-    return Usage(
-        max(left.prompt_tokens, right.prompt_tokens),
-        max(left.output_tokens, right.output_tokens),
-        max(left.cached_tokens, right.cached_tokens),
-    )
-
-
-def period_of(kind: LimitKind, unix_s: float) -> int:
-    """Return the number of the budget's day or month (UTC)."""
-    if kind is LimitKind.DAY_MICROS:
-        return int(unix_s // DAY_S)
-    day = datetime.fromtimestamp(unix_s, UTC)
-    return day.year * 12 + day.month - 1
-
-
-def period_end_s(kind: LimitKind, unix_s: float) -> float:
-    """Return the Unix time at which the budget's day or month ends."""
-    period = period_of(kind, unix_s) + 1
-    if kind is LimitKind.DAY_MICROS:
-        return float(period * DAY_S)
-    return datetime(period // 12, period % 12 + 1, 1, tzinfo=UTC).timestamp()
 
 
 def rejection(claim: Claim, wait_s: float, rates: Sequence[tuple[Limit, RateState]] = ()) -> OverQuota:

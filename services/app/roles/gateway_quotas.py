@@ -8,11 +8,9 @@ from typing import Final
 import structlog
 
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
-from services.adapters.quotas.leased_limiter import LeasedLimiter
-from services.adapters.quotas.observed_limiter import ObservedLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.quotas.telemetry import LimiterTelemetry
 from services.adapters.record_cipher import RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.memory import RedisMemory
@@ -56,25 +54,17 @@ class GatewayQuotas:
         spool = SettlementSpool(settings.state_dir / "settlements")
         environment.closing.push_async_callback(spool.close)
         self.gateways = gateways = environment.informer(GATEWAYS, Gateway)
-        observed = ObservedLimiter(
+        telemetry = LimiterTelemetry(environment.metrics)
+        self.limiter = limiter = GatewayLimiter(
             redis,
-            environment.metrics,
-            clock,
-            breaker_open=lambda: redis.breaker_open,
-            unsettled=lambda: limiter.unsettled,
-            spool_bytes=lambda: spool.size_bytes,
-            spool_lost=lambda: spool.lost,
-        )
-        leased = LeasedLimiter(observed, clock, gateways=lambda: len(gateways.view))
-        self.limiter = limiter = FallbackLimiter(
-            leased,
-            MemoryLimiter(clock, local=True),
             clock,
             gateways=lambda: len(gateways.view),
-            held=leased,
             spool=spool,
             closed=_closed_kinds(settings),
-            observe=observed.decided_without_store,
+            telemetry=telemetry,
+        )
+        telemetry.export(
+            breaker_open=lambda: redis.breaker_open, unsettled=lambda: limiter.unsettled, spool=spool
         )
         address = settings.advertised
         self._registration = Registration(

@@ -16,9 +16,8 @@ from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quarantine.store import StoreQuarantine
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.errors import FairwayError
 from services.core.fixed_cost.rows import RawTensor, RowsRequest
 from services.core.generation import Principal
@@ -110,7 +109,7 @@ class GatewayNode:
         clock = process.clock
         store = SimStore(process, network)
         redis = RedisLink(process, network)
-        self.limiter = FallbackLimiter(RemoteLimiter(redis), MemoryLimiter(clock, local=True), clock)
+        self.limiter = GatewayLimiter(RemoteLimiter(redis), clock)
         directory = SchedulerDirectory(store, clock, rng=process.rng)
         gateway_id = f"{process.name}/{process.ids.request_id()}"
         streams = SimStreams(process, network)

@@ -6,16 +6,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import Claim as LimitClaim
 from services.core.limits import Limit, Price
 from services.ports.idempotency import Addition, Claim, Hold, LogTail, RecordKey, Written
-from services.ports.limiter import NO_PRICE, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 
 REDIS: Final = "redis"
 _TIMEOUT_S: Final = 0.25  # the timeout of adapters.redis_limiter
@@ -51,7 +51,7 @@ class RedisLink:
 
 
 class RemoteLimiter:
-    """Implements ``ports.limiter.Limiter`` over a link."""
+    """Implements ``ports.limiter.SharedLimits`` over a link."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -85,18 +85,6 @@ class RemoteLimiter:
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         await self._link.ask(lambda redis: redis.limiter.settle(reservation, usage))
-
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        await self._link.ask(lambda redis: redis.limiter.checkpoint(tenant_id, request_id, usage))
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        return await self._link.ask(lambda redis: redis.limiter.settle_lapsed(tenant_id))
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        return await self._link.ask(lambda redis: redis.limiter.spent(tenant_id, limits))
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return await self._link.ask(lambda redis: redis.limiter.concurrency(tenant_id))
 
 
 class RemoteRecords:

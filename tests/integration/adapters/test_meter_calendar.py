@@ -6,9 +6,9 @@ from random import Random
 
 import redis
 
-from services.adapters.quotas.quota import period_end_s, period_of
 from services.adapters.redis.scripts import Script
 from services.core.limits import BUDGETS
+from simulator.stores.limiter import period_end_s, period_of
 
 DAY_S = 86_400
 

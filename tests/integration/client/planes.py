@@ -16,7 +16,6 @@ from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.listing import SliListing
@@ -30,6 +29,7 @@ from services.ports.store import Put
 from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.registry import TOKEN, served
 from tests.support.slis import Measurements, NoSlis
 from tests.support.usage_ledgers import NoUsage

@@ -8,7 +8,6 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -18,6 +17,7 @@ from services.core.records import Tag, VersionRecord, dump, tag_key, version_key
 from services.ports.store import Put
 from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, RpcService
+from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
 from tests.support.registry import TOKEN, authenticate
 from tests.support.slis import NoSlis

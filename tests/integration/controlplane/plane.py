@@ -8,7 +8,6 @@ import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.resources.sealing import Sealer
 from services.core.manifest import sha256_of
@@ -17,6 +16,7 @@ from services.ports.store import Put
 from services.rpc.channel import auth_metadata
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
+from simulator.stores.limiter import MemoryLimiter
 
 ADMIN = auth_metadata("admin")
 

@@ -9,7 +9,6 @@ from google.protobuf.duration_pb2 import Duration
 from prometheus_client import generate_latest
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder, event_of
@@ -41,6 +40,7 @@ from services.core.records import (
 from services.ports.limiter import Spent
 from services.ports.store import Put
 from services.runtime.telemetry.metrics import Metrics
+from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import Interleaving, Plane
 from tests.support.election import StaticElection
 

@@ -16,7 +16,6 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.quarantine.store import StoreQuarantine
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.budgets import Budgets
@@ -62,6 +61,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.supervisor import Supervisor
 from services.scheduler.service import GatewayPlacementStream
+from simulator.stores.limiter import MemoryLimiter
 from tests.integration.scheduler_fleet import (
     TOKEN,
     FakeWorker,

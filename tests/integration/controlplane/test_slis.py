@@ -14,7 +14,6 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.grpc.queues import GrpcQueues
 from services.adapters.grpc.slis import GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.objectives.listing import SliListing
 from services.controlplane.service import ControlPlaneService
@@ -30,6 +29,7 @@ from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
 from tests.support.registry import TOKEN, authenticate

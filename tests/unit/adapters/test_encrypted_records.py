@@ -11,8 +11,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
 from services.core.errors import IntegrityError, StoreUnavailable
 from services.core.generation import Usage
@@ -26,6 +24,8 @@ from services.ports.idempotency import (
     RecordState,
     Written,
 )
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 OLD, NEW = "o" * 32, "n" * 32

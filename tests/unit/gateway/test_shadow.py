@@ -14,7 +14,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from fairway.v1 import inference_pb2
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.arms import GateWindow
 from services.core.errors import FailedPrecondition, QueueTimeout
@@ -58,6 +57,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metrics import values
 from tests.support.waiting import until
 from tests.unit.gateway.conftest import TEMPLATE

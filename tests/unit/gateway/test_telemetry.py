@@ -14,7 +14,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, TokenLogprobs, Usage
 from services.gateway.events import Accepted, Finished, Received
@@ -30,6 +29,7 @@ from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import OTHER, LabelCap, Metrics
 from services.runtime.telemetry.tracing import Tracing
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metrics import values
 from tests.unit.gateway.requests.test_request import Placement, Workers, emit, ended, payer
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 import pytest
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
+from services.adapters.quotas.telemetry import LimiterTelemetry
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, TokenRateExceeded, Unavailable
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Scope
 from services.ports.limiter import NO_PRICE
 from services.runtime.clock import SystemClock
+from services.runtime.telemetry.metrics import Metrics
 
 CLOCK = SystemClock()
 TOKENS = Limit(LimitKind.TOKENS, 1000)
@@ -25,16 +25,25 @@ class Cut:
     """A gateway of four that cannot reach its Redis, and what its limits decided."""
 
     def __init__(self, closed: Collection[LimitKind] = ()) -> None:
-        self.decided: Counter[tuple[LimitKind, bool]] = Counter()
+        self._metrics = Metrics()
         self.shared = RedisLimiter("redis://127.0.0.1:1/0", CLOCK)
-        self.limiter = FallbackLimiter(
+        self.limiter = GatewayLimiter(
             self.shared,
-            MemoryLimiter(CLOCK, local=True),
             CLOCK,
             gateways=lambda: 4,
             closed=closed,
-            observe=lambda kind, admitted: self.decided.update([(kind, admitted)]),
+            telemetry=LimiterTelemetry(self._metrics),
         )
+
+    @property
+    def decided(self) -> dict[tuple[LimitKind, bool], int]:
+        """How many limits of a kind were decided without Redis, by whether they were open."""
+        samples = (sample for metric in self._metrics.collect() for sample in metric.samples)
+        return {
+            (LimitKind(sample.labels["kind"]), sample.labels["policy"] == "open"): int(sample.value)
+            for sample in samples
+            if sample.name == "fairway_limiter_outage_decisions_total"
+        }
 
 
 async def test_rates_and_slots_are_open_to_a_share() -> None:
@@ -48,10 +57,10 @@ async def test_rates_and_slots_are_open_to_a_share() -> None:
         await cut.limiter.reserve(held[1], [Claim(TOKENS, 100)], NO_PRICE)
     for each in held:
         await cut.limiter.settle(each, Usage(1, 1))
-    assert await cut.limiter.concurrency("t") == 0
+    assert (await cut.limiter.admit("t", "r3", slots)).local, "the slots are free"
     assert cut.decided == {
-        (LimitKind.CONCURRENCY, True): 3,
-        (LimitKind.REQUESTS, True): 3,
+        (LimitKind.CONCURRENCY, True): 4,
+        (LimitKind.REQUESTS, True): 4,
         (LimitKind.TOKENS, True): 2,
     }
     await cut.shared.close()

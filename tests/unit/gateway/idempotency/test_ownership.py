@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import IntegrityError
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling, StageClock, Usage
 from services.gateway.events import Finished
@@ -18,6 +16,8 @@ from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.ports.idempotency import Hold, Owned, RecordKey, Written
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 
 CLOCK = SystemClock()
 LIMITER = MemoryLimiter(CLOCK)

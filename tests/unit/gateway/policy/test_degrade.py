@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fairway.v1 import common_pb2, inference_pb2
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core import errors
 from services.core.generation import (
     GenerationSpec,
@@ -58,6 +57,7 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 from tests.unit.gateway.requests.test_request import KeptRecord, Placement, Workers, emit, ended
 
 DIGEST = "sha256:" + "ab" * 32

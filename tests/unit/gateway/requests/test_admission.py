@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fairway.v1 import inference_pb2
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core.errors import (
     ConcurrencyExceeded,
@@ -54,6 +53,7 @@ from services.rpc.status import by_reason, http_status
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.waiting import until
 from tests.unit.gateway import test_splits
 from tests.unit.gateway.conftest import View

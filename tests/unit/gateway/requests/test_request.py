@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.memory.quarantine import MemoryQuarantine
 from services.core import errors
 from services.core.generation import (
@@ -43,6 +42,7 @@ from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.waiting import until
 
 CLOCK = SystemClock()

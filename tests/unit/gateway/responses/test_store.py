@@ -8,8 +8,6 @@ from secrets import token_bytes
 import pytest
 
 from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.adapters.record_cipher import RecordCipher
 from services.core.errors import InvalidInput, OverQuota, ResultExpired
 from services.gateway.responses.store import (
@@ -20,6 +18,8 @@ from services.gateway.responses.store import (
     StoredResponse,
 )
 from services.ports.idempotency import RecordLimits
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 BEGUN = BegunResponse("req_1", "m", "", background=True, response=b"{}", items=b"[1]", generation=b"g")

@@ -13,8 +13,6 @@ import pytest
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import (
     DeadlineExceeded,
     Draining,
@@ -29,6 +27,8 @@ from services.core.fixed_cost.rows import RowEnd
 from services.core.records import KEYS, ApiKey, KeyRole, Meta
 from services.gateway.rows.service import Embeddings, Inferred, Scores
 from services.ports.idempotency import RecordLimits
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.rows_gateway import CLOCK, KEY_HASH, RowsGateway, digest_of, rows_gateway
 from tests.support.waiting import until
 

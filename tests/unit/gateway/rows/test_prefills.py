@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import DeadlineExceeded, NoWorkerAvailable, PoisonedInput, StaleRoute
 from services.core.fixed_cost.rows import RowsRequest
 from services.core.generation import (
@@ -30,6 +29,7 @@ from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from simulator.stores.limiter import MemoryLimiter
 
 CLOCK = SystemClock()
 FAULT = SequenceEnd(FinishReason.ENGINE_LOST, loss_cause=LossCause.FAULT, step_role=StepRole.ALONE)

@@ -14,9 +14,7 @@ import pytest
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.fallback_limiter import FallbackLimiter
-from services.adapters.quotas.leased_limiter import LeasedLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.slices import SliceSettings
 from services.core.errors import (
     BudgetExceeded,
@@ -65,6 +63,7 @@ from services.gateway.requests.terms import usage_of
 from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.row_versions import reranker_version, tokenizer
 from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
 from tests.support.waiting import until
@@ -470,8 +469,7 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: dict[str, Path]) -> None:
-    leased = LeasedLimiter(MemoryLimiter(CLOCK), CLOCK, settings=SliceSettings(hot_per_s=3))
-    limiter = FallbackLimiter(leased, MemoryLimiter(CLOCK, local=True), CLOCK, held=leased)
+    limiter = GatewayLimiter(MemoryLimiter(CLOCK), CLOCK, slices=SliceSettings(hot_per_s=3))
     async with rows_gateway(folders, limiter=limiter, held=limiter) as gateway:
         gateway.put_tenant(
             Tenant(Meta("acme"), requests_per_minute=1_000_000, tokens_per_minute=1_000_000_000)
@@ -483,14 +481,14 @@ async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: di
         spawned = gateway.supervisor.running
         held = at_once(quotas.reserve("acme", "hot", payer.on_requests))
         at_once(held.claim(claims_of(payer, PRICE, 4), PRICE))
-        assert leased.leased == 1
+        assert limiter.leased == 1
         event = usage_of(payer, "hot", "embedder", "", PRICE, Usage(4, 0), 0.0)
         at_once(settled(gateway.ports, held.reservation, event))
-        assert leased.leased == 0
+        assert limiter.leased == 0
         assert gateway.supervisor.running == spawned
         refused = at_once(quotas.reserve("acme", "hot-2", payer.on_requests))
         await refused.undo(InvalidInput("it is refused later"))
-        assert leased.leased == 0, "what it held is given back"
+        assert limiter.leased == 0, "what it held is given back"
 
 
 async def test_new_limits_of_a_tenant_and_a_key_apply_to_the_next_request(gateway: RowsGateway) -> None:

@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from services.adapters.memory.idempotency import MemoryIdempotency
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import InvalidInput, NotFound
 from services.core.generation import Principal
 from services.core.records import KeyRole
@@ -20,6 +18,8 @@ from services.gateway.faces.responses.requests import responses_body, responses_
 from services.gateway.faces.responses.types import Status
 from services.gateway.responses.store import BegunResponse, ResponseStore
 from services.gateway.service import ServedModel
+from simulator.stores.idempotency import MemoryIdempotency
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 HEAD = responses_request(responses_body(b'{"model":"m","input":"hi"}'), b"[]").head

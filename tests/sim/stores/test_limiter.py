@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from fractions import Fraction
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded
 from services.core.generation import Usage
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.metered import limits
 
 
@@ -97,12 +96,3 @@ def test_slots_are_held_by_exactly_those_that_run(steps: list[tuple[str, int]]) 
             assert await limiter.concurrency("t") == len(live)
 
     asyncio.run(scenario())
-
-
-async def test_the_number_of_tenants_is_bounded() -> None:
-    limiter = MemoryLimiter(TurnedClock(), max_tenants=3)
-    for number in range(10):
-        await limiter.admit(f"t{number}", "r", limits(slots=1))
-    with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit("t9", "other", limits(slots=1))
-    await limiter.admit("t0", "other", limits(slots=1))

@@ -1,16 +1,21 @@
-"""The behaviour of limits while the shared store is unavailable."""
+"""A gateway's limiter: the shared store, slices for hot tenants, and a share while the store is away."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Final, ParamSpec, TypeVar
 
 import structlog
 from msgspec.structs import replace
 
+from services.adapters.quotas.hot_tenants import HotTenants
+from services.adapters.quotas.local_shares import LocalShares
 from services.adapters.quotas.settlement_spool import SettlementSpool
+from services.adapters.quotas.slices import SliceSettings
+from services.adapters.quotas.telemetry import LimiterTelemetry
 from services.core.errors import (
     ConcurrencyExceeded,
     FailedPrecondition,
@@ -20,9 +25,12 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, HeldRates, Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation, SharedLimits
+from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
+P = ParamSpec("P")
+T = TypeVar("T")
 _MAX_UNSETTLED: Final = 100_000
 _SETTLE_BATCH: Final = 256
 _LOG_EVERY_S: Final = 10.0
@@ -31,8 +39,12 @@ _SETTLE_RETRY_S: Final = 1.0
 _CLOSED_RETRY_S: Final = 1.0
 
 
-class FallbackLimiter:
-    """``Limiter`` that admits without the shared store. While it is unavailable:
+class GatewayLimiter:
+    """The ``Limiter`` of a gateway: the shared store, and what spares or replaces it.
+
+    Rates of hot tenants are decided on slices; without hot tenants every call goes to the store. The methods
+    ``*_held`` decide at once on slices. Each has the effect of the method of that name, or none: then that
+    one is called. While the store is unavailable:
 
     - requests and tokens per minute: open to this gateway's share of the limit, from an empty bucket.
     - slots: open to this gateway's share; those held in the shared store are not counted.
@@ -40,37 +52,31 @@ class FallbackLimiter:
     - settlements wait in memory and in the spool, and count when the store is available again. When the room
       for them is full, no request is admitted.
 
-    The share is the limit divided by the number of gateways, and at least 1. A slot is released in the
-    limiter that granted it, which ``local`` names. Tokens always count in the shared store.
+    The share is the limit divided by the number of gateways, and at least 1. A slot is released where it was
+    granted, which ``Reservation.local`` names. Tokens always count in the shared store.
     """
 
     def __init__(
         self,
-        primary: Limiter,
-        local: Limiter,
+        store: SharedLimits,
         clock: Clock,
         *,
         gateways: Callable[[], int] = lambda: 1,
-        held: HeldRates | None = None,
         spool: SettlementSpool | None = None,
         closed: Collection[LimitKind] = (),
-        observe: Callable[[LimitKind, bool], None] = lambda kind, admitted: None,
+        slices: SliceSettings | None = None,
+        telemetry: LimiterTelemetry | None = None,
     ) -> None:
-        """``local`` is always available and marks its reservations, such as ``MemoryLimiter(clock,
-        local=True)``.
-
-        ``gateways`` returns the last observed number of gateways. ``held``: of ``primary``. Without
-        ``spool``, settlements that wait end with the process. ``observe`` is called for each limit that is
-        decided without the store, with whether it was open.
-        """
-        self._primary = primary
-        self._local = local
+        """``gateways`` returns the last observed number of gateways. Without ``spool``, settlements that wait
+        end with the process."""
+        self._store = store
+        self._local = LocalShares(clock)
         self._clock = clock
         self._gateways = gateways
-        self._held = held
         self._spool = spool
         self._closed = frozenset((*closed, *BUDGETS))
-        self._observe = observe
+        self._telemetry = telemetry or LimiterTelemetry(Metrics())
+        self._hot = HotTenants(self._take, clock, gateways=gateways, settings=slices or SliceSettings())
         self._unsettled: OrderedDict[Reservation, Usage] = OrderedDict()
         self._settling = asyncio.Lock()
         self._waiting = asyncio.Event()  # set while a settlement waits
@@ -105,66 +111,64 @@ class FallbackLimiter:
         self._require_room(tenant_id)
         try:
             return await self._admit_shared(tenant_id, request_id, limits, claims, price)
-        except StoreUnavailable as error:
-            self._on_store_failure("admit", error)
+        except StoreUnavailable:
             shares = self._without_store(limits)
-            return await self._local.admit(tenant_id, request_id, shares)
+            return self._local.admit(tenant_id, request_id, shares)
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         try:
             if not reservation.local:
-                return await self._primary.reserve(reservation, claims, price)
-        except StoreUnavailable as error:
-            self._on_store_failure("reserve", error)
+                if await self._hot.reserve(reservation, claims):
+                    return reservation
+                return await self._call("reserve", self._store.reserve, reservation, claims, price)
+        except StoreUnavailable:
+            pass
         shares = self._without_store([claim.limit for claim in claims])
         lowered = [
             Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
         ]
         # Not corrected at the end: a local bucket lives as long as an outage.
-        await self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
+        self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
         return reservation
 
     def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """See ``ports.limiter.HeldRates``: none while settlements wait, whose room ``admit`` checks."""
-        if self._held is None or self._unsettled:
-            return None
-        return self._held.admit_held(tenant_id, request_id, limits)
+        """Return None also while settlements wait, whose room ``admit`` checks. No claims are reserved."""
+        return None if self._unsettled else self._hot.admit_held(tenant_id, request_id, limits)
 
     def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """See ``ports.limiter.HeldRates``."""
-        return self._held is not None and self._held.reserve_held(reservation, claims)
+        """Return whether the claims are reserved; ``reservation`` stays as it is."""
+        return self._hot.reserve_held(reservation, claims)
 
     def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
-        """See ``ports.limiter.HeldRates``."""
-        return self._held is not None and self._held.settle_held(reservation, usage)
+        """Return whether the request is leased; then it is settled."""
+        return self._hot.settle(reservation, usage)
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
         try:
-            await self._primary.spend(tenant_id, per_minute)
-        except StoreUnavailable as error:
-            self._on_store_failure("spend", error)
+            await self._call("spend", self._store.spend, tenant_id, per_minute)
+        except StoreUnavailable:
             (share,) = self._without_store([Limit(LimitKind.REQUESTS, per_minute)])
-            await self._local.spend(tenant_id, share.limit)
-
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        await self._primary.take(tenant_id, claims)
+            self._local.spend(tenant_id, share)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
-        await self._local.renew([(held, usage) for held, usage in running if held.local])
-        try:
-            await self._primary.renew([(held, usage) for held, usage in running if not held.local])
+        self._hot.drop_idle()
+        for reservation, _ in running:
+            if reservation.local:
+                self._local.renew(reservation)
+        shared = [each for each in running if not each[0].local and each[0].request_id not in self._hot]
+        with suppress(StoreUnavailable):
+            await self._call("renew", self._store.renew, shared)
             async with self._settling:
                 await self._settle_kept()
-        except StoreUnavailable as error:
-            self._on_store_failure("renew", error)
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
         if reservation.local:
-            await self._local.settle(reservation, usage)
+            self._local.release(reservation)
+        if self._hot.settle(reservation, usage):
+            return
         try:
-            await self._primary.settle(reservation, usage, spooled=spooled)
-        except StoreUnavailable as error:
-            self._on_store_failure("settle", error)
+            await self._call("settle", self._store.settle, reservation, usage, spooled=spooled)
+        except StoreUnavailable:
             self._keep(reservation, usage)
         except asyncio.CancelledError:
             self._keep(reservation, usage)
@@ -178,30 +182,15 @@ class FallbackLimiter:
             async with self._settling:
                 await self._settle_kept()
 
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        """Raises StoreUnavailable: only the shared store has other gateways' requests."""
-        await self._primary.checkpoint(tenant_id, request_id, usage)
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        """Raises StoreUnavailable."""
-        return await self._primary.settle_lapsed(tenant_id)
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        """Raises StoreUnavailable: no budget is tracked without the shared store."""
-        return await self._primary.spent(tenant_id, limits)
-
-    async def concurrency(self, tenant_id: str) -> int:
-        local = await self._local.concurrency(tenant_id)
-        try:
-            return local + await self._primary.concurrency(tenant_id)
-        except StoreUnavailable as error:
-            self._on_store_failure("concurrency", error)
-            return local
-
     @property
     def unsettled(self) -> int:
         """Number of settlements that wait for the store; ``renew`` and ``settle_forever`` retry them."""
         return len(self._unsettled)
+
+    @property
+    def leased(self) -> int:
+        """Number of requests on slices that are not settled here."""
+        return len(self._hot)
 
     def problem(self) -> str:
         """Return why no request is admitted: there is no room for its settlement. Empty while there is."""
@@ -218,15 +207,17 @@ class FallbackLimiter:
         claims: Sequence[Claim],
         price: Price,
     ) -> Reservation:
-        """Admit in the shared store. If it rejects, release the slots of ended requests and try again."""
+        """Admit on slices or in the store. If that rejects, release slots of ended requests and try again."""
+        if (held := await self._hot.admit(tenant_id, request_id, limits)) is not None:
+            return held
         try:
-            return await self._primary.admit(tenant_id, request_id, limits, claims, price)
+            return await self._call("admit", self._store.admit, tenant_id, request_id, limits, claims, price)
         except ConcurrencyExceeded:
             if not self._unsettled:
                 raise
         async with self._settling:
             await self._settle_kept()
-        return await self._primary.admit(tenant_id, request_id, limits, claims, price)
+        return await self._call("admit", self._store.admit, tenant_id, request_id, limits, claims, price)
 
     async def _settle_kept(self) -> None:
         """Try every waiting settlement once. A failed one moves behind the rest, so that it blocks none.
@@ -238,22 +229,20 @@ class FallbackLimiter:
         try:
             for start in range(0, len(waiting), _SETTLE_BATCH):
                 batch = waiting[start : start + _SETTLE_BATCH]
-                tries = [self._primary.settle(*kept, spooled=True) for kept in batch]
+                tries = [self._call("settle", self._store.settle, *kept, spooled=True) for kept in batch]
                 outcomes = await asyncio.gather(*tries, return_exceptions=True)
-                failed: list[StoreUnavailable] = []
+                failed = 0
                 for (reservation, _), outcome in zip(batch, outcomes, strict=True):
                     if isinstance(outcome, StoreUnavailable):
                         self._unsettled.move_to_end(reservation)
-                        failed.append(outcome)
+                        failed += 1
                     elif outcome is None:
                         del self._unsettled[reservation]
                         settled += 1
                 for outcome in outcomes:
                     if outcome is not None and not isinstance(outcome, StoreUnavailable):
                         raise outcome
-                if failed:
-                    self._on_store_failure("settle", failed[0])
-                if len(failed) == len(batch):
+                if failed == len(batch):
                     return
         finally:
             if not self._unsettled:
@@ -290,7 +279,7 @@ class FallbackLimiter:
         applied = [limit.kind for limit in limits if limit.limit > 0]
         closed = next((kind for kind in applied if kind in self._closed), None)
         for kind in applied if closed is None else [closed]:
-            self._observe(kind, closed is None)
+            self._telemetry.decided_without_store(kind, admitted=closed is None)
         if closed is not None:
             what = "budget" if closed in BUDGETS else f"limit of {closed.value.replace('_', ' ')}"
             raise Unavailable(
@@ -304,9 +293,25 @@ class FallbackLimiter:
             for limit in limits
         ]
 
-    def _on_store_failure(self, operation: str, error: StoreUnavailable) -> None:
-        """Log at most once in ten seconds: an outage is one event, not one per request."""
-        now_s = self._clock.monotonic_s()
-        if now_s >= self._log_next_s:
-            self._log_next_s = now_s + _LOG_EVERY_S
-            log.warning("limiter.store_lost", operation=operation, error=error.message)
+    async def _take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        await self._call("take", self._store.take, tenant_id, claims)
+
+    async def _call(
+        self, operation: str, method: Callable[P, Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """Return the store's answer: the one place that calls it. Raises StoreUnavailable.
+
+        That is logged at most once in ten seconds: an outage is one event, not one per request.
+        """
+        began_s = self._clock.monotonic_s()
+        try:
+            return await method(*args, **named)
+        except StoreUnavailable as error:
+            self._telemetry.failed(operation)
+            now_s = self._clock.monotonic_s()
+            if now_s >= self._log_next_s:
+                self._log_next_s = now_s + _LOG_EVERY_S
+                log.warning("limiter.store_lost", operation=operation, error=error.message)
+            raise
+        finally:
+            self._telemetry.answered(operation, self._clock.monotonic_s() - began_s)

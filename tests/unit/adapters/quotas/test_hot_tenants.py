@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.adapters.memory.limiter import MemoryLimiter
-from services.adapters.quotas.leased_limiter import LeasedLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.quotas.slices import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
 RATE = Limit(LimitKind.REQUESTS, 600_000)
@@ -38,7 +38,7 @@ class CountedStore(MemoryLimiter):
         return await super().admit(tenant_id, request_id, *rest, **named)
 
 
-class HeldFirst(LeasedLimiter):
+class HeldFirst(GatewayLimiter):
     """Asks what is held first, as a gateway does."""
 
     async def admit(
@@ -57,17 +57,17 @@ class HeldFirst(LeasedLimiter):
             await super().settle(reservation, usage, spooled=spooled)
 
 
-Make = type[LeasedLimiter]
+Make = type[GatewayLimiter]
 
 
-@pytest.fixture(params=[LeasedLimiter, HeldFirst], ids=["limiter", "held_first"])
+@pytest.fixture(params=[GatewayLimiter, HeldFirst], ids=["limiter", "held_first"])
 def make(request: pytest.FixtureRequest) -> Make:
     found: Make = request.param
     return found
 
 
 async def run_request(
-    limiter: LeasedLimiter, number: int, *, rate: Limit = RATE, tokens: int = 0, used: int = 0
+    limiter: GatewayLimiter, number: int, *, rate: Limit = RATE, tokens: int = 0, used: int = 0
 ) -> bool:
     """Return whether the request was admitted."""
     try:
@@ -224,7 +224,7 @@ async def test_what_is_held_decides_as_the_limiter_does(seed: int) -> None:
     """The same requests, some of them in flight together: the same outcomes and calls of the store."""
     clock, rng = HandClock(), Random(seed)
     stores = CountedStore(clock), CountedStore(clock)
-    limiters = LeasedLimiter(stores[0], clock), HeldFirst(stores[1], clock)
+    limiters = GatewayLimiter(stores[0], clock), HeldFirst(stores[1], clock)
     limits = [RATE], [RATE, SLOTS], [Limit(LimitKind.REQUESTS, 6000)], [Limit(LimitKind.REQUESTS, 0)]
     claims = (
         [Claim(TOKENS, 40), Claim(Limit(LimitKind.TOKENS, 0), 9)],

@@ -1,4 +1,4 @@
-"""Idempotency records in this process: the same rules as the Redis scripts, by the injected clock."""
+"""Redis's idempotency records as a model: the same rules as the Lua scripts, by the injected clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.adapters.idempotency_rules import EXAMINED, READ_CHUNKS, WATCH_S, keys_exceeded
-from services.adapters.memory.limiter import MemoryLimiter
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.idempotency import (
@@ -25,6 +24,7 @@ from services.ports.idempotency import (
     Written,
 )
 from services.ports.limiter import Reservation
+from simulator.stores.limiter import MemoryLimiter
 
 
 @dataclass(slots=True)

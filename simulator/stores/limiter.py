@@ -1,39 +1,38 @@
-"""Quotas in this process: the same rules as the Redis scripts, by the injected clock."""
+"""Redis's limits as a model: the same rules as the Lua scripts, by the injected clock."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from enum import Enum, auto
 from typing import Final
 
-from services.adapters.memory.meters import BudgetMeter, RequestMeter, Times, TokenMeter, new_meter
 from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
     SETTLED_KEEP_S,
-    largest,
     limited,
     most,
-    period_of,
     rate_state,
     rejection,
     tightest,
     unclaimed,
     used_of,
 )
+from services.adapters.quotas.tenant_counts import WHOLE, TenantCounts
 from services.core.errors import OverQuota
 from services.core.generation import Usage
-from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
+from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
 from services.ports.clock import Clock
 from services.ports.limiter import NO_PRICE, Reservation, Spent
 
-_MAX_METERS: Final = 10_000  # of one tenant
+_KEPT_PERIODS: Final = 40
+_DAY_S: Final = 86_400
 _LAPSED_KEEP_S: Final = 7 * 86_400.0
 _NOTHING: Final = Usage(0, 0)
-_WHOLE: Final = (Scope.TENANT, "")  # the slots of all requests of a tenant
 
 
 class _State(Enum):
@@ -73,26 +72,37 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Tenant:
-    """``slots`` map requests to their deadlines, by scope, in the order of deadlines."""
+class _Budget:
+    """Micro-dollars by period, which is that of the admission: settled, and reserved by running requests."""
 
-    work: RequestMeter = field(default_factory=RequestMeter)
-    meters: OrderedDict[tuple[LimitKind, Scope, str], RequestMeter | TokenMeter | BudgetMeter] = field(
-        default_factory=OrderedDict
-    )
-    slots: dict[tuple[Scope, str], dict[str, int]] = field(default_factory=dict)
+    settled: Counter[int] = field(default_factory=Counter)
+    reserved: Counter[int] = field(default_factory=Counter)
+
+    def wait_us(self, limit: Limit, amount: int, admitted_us: int, unix_s: float) -> int:
+        """Return the time until ``amount`` more fits; 0 if it fits now."""
+        period = period_of(limit.kind, admitted_us / 1e6)
+        if self.settled[period] + self.reserved[period] + amount <= most(limit):
+            return 0
+        return max(1, round((period_end_s(limit.kind, admitted_us / 1e6) - unix_s) * 1e6))
+
+    def count(self, limit: Limit, reserved: int, settled: int, admitted_us: int) -> None:
+        """Count these amounts more, or fewer."""
+        period = period_of(limit.kind, admitted_us / 1e6)
+        self.reserved[period] = max(0, self.reserved[period] + reserved)
+        self.settled[period] += settled
+        for old in [old for old in self.settled if old < period - _KEPT_PERIODS]:
+            del self.settled[old], self.reserved[old]
+
+
+@dataclass(slots=True)
+class _Tenant(TenantCounts):
+    budgets: dict[tuple[LimitKind, Scope, str], _Budget] = field(default_factory=dict)
     records: dict[str, _Record] = field(default_factory=dict)
     # By the time for which records are kept: requests, and when they are dropped.
     ended: dict[int, OrderedDict[str, int]] = field(default_factory=dict)
 
-    def meter(self, limit: Limit) -> RequestMeter | TokenMeter | BudgetMeter:
-        key = _named(limit)
-        if key not in self.meters:
-            self.meters[key] = new_meter(limit.kind)
-            if len(self.meters) > _MAX_METERS:
-                self.meters.popitem(last=False)
-        self.meters.move_to_end(key)
-        return self.meters[key]
+    def budget(self, limit: Limit) -> _Budget:
+        return self.budgets.setdefault(_named(limit), _Budget())
 
     def kept(self, request_id: str) -> None:
         """Keep a record until it ends again."""
@@ -100,29 +110,24 @@ class _Tenant:
             ended.pop(request_id, None)
 
     def deadline_us(self, request_id: str) -> int:
-        return self.slots.get(_WHOLE, {}).get(request_id, 0)
+        return self.slots.get(WHOLE, {}).get(request_id, 0)
 
 
 class MemoryLimiter:
-    """``Limiter`` in one event loop. Beyond ``max_tenants`` the tenant idle for longest is dropped."""
+    """Model of ``RedisLimiter``."""
 
     def __init__(
         self,
         clock: Clock,
         *,
         lease_s: float = 60.0,
-        local: bool = False,
-        max_tenants: int = 100_000,
         settled_keep_s: float = SETTLED_KEEP_S,
     ) -> None:
-        """``local`` marks the reservations as made without the shared store. ``settled_keep_s``: for how long
-        the charges of a settled request are remembered."""
+        """``settled_keep_s``: for how long the charges of a settled request are remembered."""
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
-        self._local = local
-        self._max_tenants = max_tenants
         self._settled_keep_us = round(settled_keep_s * 1e6)
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: defaultdict[str, _Tenant] = defaultdict(_Tenant)
 
     async def admit(
         self,
@@ -132,32 +137,31 @@ class MemoryLimiter:
         claims: Sequence[Claim] = (),
         price: Price = NO_PRICE,
     ) -> Reservation:
-        tenant, now_us = self._tenant(tenant_id), self._now_us()
+        tenant, now_us = self._tenants[tenant_id], self._now_us()
         held = tenant.records.get(request_id)
         if held is not None and held.state is _State.RUNNING:
             if tenant.deadline_us(request_id) > now_us:
                 known = {_named(limit) for limit in limits if limit.limit > 0}
                 self._hold(tenant, request_id, [each for each in held.claims if _named(each.limit) in known])
                 return Reservation(
-                    tenant_id, request_id, self._local, held.claims, held.price, held.admitted_us
+                    tenant_id, request_id, claims=held.claims, price=held.price, admitted_us=held.admitted_us
                 )
             self._lapse(tenant, request_id, held)
         due = limited(Claim(limit) for limit in limits)
         slots = tuple(claim for claim in due if claim.limit.kind is LimitKind.CONCURRENCY)
-        admitted_us = 0 if self._local else round(self._clock.unix_s() * 1e6)
+        admitted_us = round(self._clock.unix_s() * 1e6)
         record = _Record(_State.LAPSED, admitted_us)
         if (over := self._first_over(tenant, record, due)) is not None:
-            raise rejection(*over, self._rates(tenant, due))
-        times = self._times(record.admitted_us)
+            raise rejection(*over, tenant.states(due, self._now_us()))
         rates = [
-            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times))
+            rate_state(claim.limit, tenant.meter(claim.limit).count(claim.limit, claim.amount, now_us))
             for claim in due
             if claim.limit.kind is LimitKind.REQUESTS
         ]
         self._begin(tenant, request_id, record, slots, NO_PRICE)
         self._settle_lapsed(tenant, LAPSED_AT_ONCE)
         admitted = Reservation(
-            tenant_id, request_id, self._local, slots, admitted_us=admitted_us, request_rate=tightest(rates)
+            tenant_id, request_id, claims=slots, admitted_us=admitted_us, request_rate=tightest(rates)
         )
         if claims:
             with suppress(OverQuota):
@@ -168,33 +172,25 @@ class MemoryLimiter:
         claims = limited(unclaimed(reservation, claims))
         if not claims:
             return reservation
-        tenant = self._tenant(reservation.tenant_id)
+        tenant = self._tenants[reservation.tenant_id]
         wanted = replace(reservation, claims=reservation.claims + claims, price=price)
         while (over := self._try_reserve(tenant, wanted, len(reservation.claims))) is not None:
             # A lapsed reservation must not take the room of a request.
             if not self._settle_lapsed(tenant, LAPSED_BATCH):
-                raise rejection(*over, self._rates(tenant, wanted.claims))
-        return replace(wanted, token_rate=tightest(rate for _, rate in self._rates(tenant, wanted.claims)))
+                raise rejection(*over, tenant.states(wanted.claims, self._now_us()))
+        return replace(
+            wanted, token_rate=tightest(rate for _, rate in tenant.states(wanted.claims, self._now_us()))
+        )
 
     async def spend(self, tenant_id: str, per_minute: int) -> None:
-        limit = Limit(LimitKind.REQUESTS, per_minute)
-        if per_minute > 0:
-            tenant, times = self._tenant(tenant_id), self._times(0)
-            if (wait_us := tenant.work.wait_us(limit, 1, times)) > 0:
-                raise rejection(Claim(limit), wait_us / 1e6)
-            tenant.work.count(limit, 1, 0, times)
+        self._tenants[tenant_id].spend(Limit(LimitKind.REQUESTS, per_minute), self._now_us())
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        tenant, times = self._tenant(tenant_id), Times(self._now_us(), self._clock.unix_s(), 0.0)
-        for claim in claims:
-            if (wait_us := tenant.meter(claim.limit).wait_us(claim.limit, claim.amount, times)) > 0:
-                raise rejection(claim, wait_us / 1e6, self._rates(tenant, claims))
-        for claim in claims:
-            tenant.meter(claim.limit).count(claim.limit, 0, claim.amount, times)
+        self._tenants[tenant_id].take(claims, self._now_us())
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         for reservation, usage in running:
-            tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+            tenant, request_id = self._tenants[reservation.tenant_id], reservation.request_id
             record = tenant.records.get(request_id)
             if record is None or record.state is _State.LAPSED:
                 # What it holds counts again, also above a limit: the request does run.
@@ -211,7 +207,7 @@ class MemoryLimiter:
 
     def settle_for(self, keep_s: float, reservation: Reservation, usage: Usage) -> None:
         """The same, with a time for which the charges are remembered."""
-        tenant, request_id = self._tenant(reservation.tenant_id), reservation.request_id
+        tenant, request_id = self._tenants[reservation.tenant_id], reservation.request_id
         record = tenant.records.get(request_id)
         if record is None or record.state is not _State.RUNNING:
             ended, record = record, _Record(_State.LAPSED, reservation.admitted_us)
@@ -224,7 +220,7 @@ class MemoryLimiter:
         self._forget(tenant)
 
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        tenant = self._tenant(tenant_id)
+        tenant = self._tenants[tenant_id]
         record = tenant.records.get(request_id)
         if record is not None and record.state is _State.RUNNING:
             self._change(tenant, record, checkpoint=usage)
@@ -245,14 +241,13 @@ class MemoryLimiter:
         return over
 
     async def settle_lapsed(self, tenant_id: str) -> int:
-        return self._settle_lapsed(self._tenant(tenant_id), LAPSED_BATCH)
+        return self._settle_lapsed(self._tenants[tenant_id], LAPSED_BATCH)
 
     async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        tenant, now_s = self._tenant(tenant_id), self._clock.unix_s()
+        tenant, now_s = self._tenants[tenant_id], self._clock.unix_s()
         found = []
         for limit in limits:
-            budget = tenant.meter(limit)
-            assert isinstance(budget, BudgetMeter), "only budgets are spent"
+            budget = tenant.budget(limit)
             period = period_of(limit.kind, now_s)
             found.append(Spent(limit, budget.settled[period], budget.reserved[period]))
         return tuple(found)
@@ -263,7 +258,7 @@ class MemoryLimiter:
     def held(self, tenant_id: str) -> int:
         """Return the value of ``concurrency`` without awaiting."""
         tenant = self._tenants.get(tenant_id)
-        return 0 if tenant is None else self._live(tenant, _WHOLE, self._now_us())
+        return 0 if tenant is None else tenant.live(WHOLE, self._now_us())
 
     # --- the life of a record ----------------------------------------------------------------------
 
@@ -287,10 +282,7 @@ class MemoryLimiter:
         state: _State,
         keep_s: float,
     ) -> None:
-        for scope in list(tenant.slots):
-            tenant.slots[scope].pop(request_id, None)
-            if not tenant.slots[scope]:
-                del tenant.slots[scope]
+        tenant.release(request_id)
         tenant.records[request_id] = record
         self._change(tenant, record, state, charge=usage)
         tenant.kept(request_id)
@@ -324,16 +316,17 @@ class MemoryLimiter:
         for claim in record.claims:
             after = record.reserved(claim) if record.state is _State.RUNNING else 0
             more, due = after - before.get(claim, 0), record.charged_of(claim.limit) - paid[claim]
-            if claim.limit.kind is not LimitKind.CONCURRENCY and (more or due):
-                tenant.meter(claim.limit).count(claim.limit, more, due, self._times(record.admitted_us))
+            if claim.limit.kind in BUDGETS and (more or due):
+                tenant.budget(claim.limit).count(claim.limit, more, due, record.admitted_us)
+            elif claim.limit.kind in TOKEN_RATES and (more or due):
+                tenant.meter(claim.limit).count(claim.limit, more + due, self._now_us())
 
     def _lapse(self, tenant: _Tenant, request_id: str, record: _Record) -> None:
         self._end(tenant, request_id, record, record.checkpoint, _State.LAPSED, _LAPSED_KEEP_S)
 
     def _settle_lapsed(self, tenant: _Tenant, at_most: int) -> int:
         now_us, settled = self._now_us(), 0
-        slots = tenant.slots.get(_WHOLE, {})
-        while slots and settled < at_most and slots[request_id := next(iter(slots))] <= now_us:
+        while settled < at_most and (request_id := tenant.next_lapsed(now_us)):
             self._lapse(tenant, request_id, tenant.records[request_id])
             settled += 1
         self._forget(tenant)
@@ -352,63 +345,22 @@ class MemoryLimiter:
         self, tenant: _Tenant, record: _Record, claims: Sequence[Claim]
     ) -> tuple[Claim, float] | None:
         """Return the first claim without room, and the time in seconds until it has; None if all have."""
-        times = self._times(record.admitted_us)
+        now_us = self._now_us()
         for claim in claims:
             limit = claim.limit
-            if limit.kind is LimitKind.CONCURRENCY:
-                wait_us = self._slot_wait_us(tenant, limit, times.now_us)
+            if limit.kind in BUDGETS:
+                wait_us = tenant.budget(limit).wait_us(
+                    limit, record.reserved(claim), record.admitted_us, self._clock.unix_s()
+                )
             else:
-                amount = claim.amount if limit.kind is LimitKind.REQUESTS else record.reserved(claim)
-                wait_us = tenant.meter(limit).wait_us(limit, amount, times)
+                amount = record.reserved(claim) if limit.kind in TOKEN_RATES else claim.amount
+                wait_us = tenant.wait_us(Claim(limit, amount), now_us)
             if wait_us > 0:
                 return claim, wait_us / 1e6
         return None
 
-    def _rates(self, tenant: _Tenant, claims: Sequence[Claim]) -> list[tuple[Limit, RateState]]:
-        """Return the present state of the rates among the claims."""
-        times = self._times(0)
-        return [
-            (claim.limit, rate_state(claim.limit, tenant.meter(claim.limit).level(claim.limit, times)))
-            for claim in claims
-            if claim.limit.kind in (LimitKind.REQUESTS, *TOKEN_RATES)
-        ]
-
-    def _slot_wait_us(self, tenant: _Tenant, limit: Limit, now_us: int) -> int:
-        scope = (limit.scope, limit.name)
-        if self._live(tenant, scope, now_us) < most(limit):
-            return 0
-        return next(at for at in tenant.slots[scope].values() if at > now_us) - now_us
-
-    def _live(self, tenant: _Tenant, scope: tuple[Scope, str], now_us: int) -> int:
-        slots = tenant.slots.get(scope, {})
-        lapsed = 0
-        for deadline_us in slots.values():
-            if deadline_us > now_us:
-                break
-            lapsed += 1
-        return len(slots) - lapsed
-
     def _hold(self, tenant: _Tenant, request_id: str, claims: Sequence[Claim]) -> None:
-        """Add the slots or extend their deadlines. Leases are equal, so they stay in order of deadlines."""
-        held = [
-            (claim.limit.scope, claim.limit.name)
-            for claim in claims
-            if claim.limit.kind is LimitKind.CONCURRENCY and claim.limit.scope is not Scope.TENANT
-        ]
-        for scope in (_WHOLE, *held):
-            slots = tenant.slots.setdefault(scope, {})
-            slots.pop(request_id, None)
-            slots[request_id] = self._now_us() + self._lease_us
-
-    def _tenant(self, tenant_id: str) -> _Tenant:
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        self._tenants.move_to_end(tenant_id)
-        if len(self._tenants) > self._max_tenants:
-            self._tenants.popitem(last=False)
-        return tenant
-
-    def _times(self, admitted_us: int) -> Times:
-        return Times(self._now_us(), self._clock.unix_s(), admitted_us / 1e6)
+        tenant.hold(request_id, claims, self._now_us() + self._lease_us)
 
     def _now_us(self) -> int:
         return round(self._clock.monotonic_s() * 1e6)
@@ -417,3 +369,28 @@ class MemoryLimiter:
 def _named(limit: Limit) -> tuple[LimitKind, Scope, str]:
     """Return what identifies a limit while its number changes."""
     return limit.kind, limit.scope, limit.name
+
+
+def largest(left: Usage, right: Usage) -> Usage:
+    """Return the element-wise maximum."""
+    return Usage(
+        max(left.prompt_tokens, right.prompt_tokens),
+        max(left.output_tokens, right.output_tokens),
+        max(left.cached_tokens, right.cached_tokens),
+    )
+
+
+def period_of(kind: LimitKind, unix_s: float) -> int:
+    """Return the number of the budget's day or month (UTC)."""
+    if kind is LimitKind.DAY_MICROS:
+        return int(unix_s // _DAY_S)
+    day = datetime.fromtimestamp(unix_s, UTC)
+    return day.year * 12 + day.month - 1
+
+
+def period_end_s(kind: LimitKind, unix_s: float) -> float:
+    """Return the Unix time at which the budget's day or month ends."""
+    period = period_of(kind, unix_s) + 1
+    if kind is LimitKind.DAY_MICROS:
+        return float(period * _DAY_S)
+    return datetime(period // 12, period % 12 + 1, 1, tzinfo=UTC).timestamp()

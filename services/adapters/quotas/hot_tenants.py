@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from services.adapters.quotas.quota import used_of
 from services.adapters.quotas.slices import SliceSettings, TenantSlices, is_leasable
 from services.core.errors import OverQuota, retry_in
 from services.core.generation import Usage
-from services.core.limits import TOKEN_RATES, Claim, Limit, Price
+from services.core.limits import TOKEN_RATES, Claim, Limit
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Limiter, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Reservation
 
 _MAX_TENANTS: Final = 10_000
 # Leased requests without a settlement here: those that run, and those that end with an idempotency record.
@@ -50,59 +50,52 @@ class _Tenant(TenantSlices):
         return again
 
 
-class LeasedLimiter:
-    """A ``Limiter`` decorator, and its ``HeldRates``.
-
-    Only requests whose limits are all rates of a tenant or a key are leased.
+class HotTenants:
+    """The part of a gateway's limiter that decides on slices, for requests whose limits are all rates.
 
     Slots, budgets and the limits of end users stay exact in the store. A leased reservation has no record
     there: a killed gateway's requests are charged as claimed, and so are those under an idempotency key.
-    Without hot tenants every call goes to the store.
     """
 
     def __init__(
         self,
-        inner: Limiter,
+        take: Callable[[str, Sequence[Claim]], Awaitable[None]],
         clock: Clock,
         *,
-        gateways: Callable[[], int] = lambda: 1,
-        settings: SliceSettings | None = None,
+        gateways: Callable[[], int],
+        settings: SliceSettings,
     ) -> None:
-        """``gateways`` returns the last observed number of gateways."""
-        self._inner = inner
+        """``take`` is the store's. ``gateways`` returns the last observed number of gateways."""
+        self._take = take
         self._clock = clock
         self._gateways = gateways
-        self._settings = settings or SliceSettings()
+        self._settings = settings
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         # Token claims of running leased requests, which the settlement corrects.
         self._leased: OrderedDict[str, tuple[Claim, ...]] = OrderedDict()
 
-    @property
-    def leased(self) -> int:
-        """How many leased requests are not settled here."""
+    def __len__(self) -> int:
+        """Return how many leased requests are not settled here."""
         return len(self._leased)
 
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._leased
+
+    async def admit(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
+        """Return None where the store decides: the tenant is not hot, or has other limits than rates."""
         rates = _leasable(limits)
         if not rates:
-            return await self._inner.admit(tenant_id, request_id, limits, claims, price)
+            return None
         tenant, now_s = self._tenant(tenant_id), self._clock.monotonic_s()
         tenant.observe(now_s, rates, decision=True)
         if not tenant.hot and tenant.empty:
-            return await self._inner.admit(tenant_id, request_id, limits, claims, price)
+            return None
         if not tenant.take(rates, now_s):
             await self._refill(tenant_id, tenant, rates)
         return self._leased_to(tenant_id, request_id)
 
     def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """See ``ports.limiter.HeldRates``: only with enough in the slices."""
+        """Return None without enough in the slices."""
         tenant = self._tenants.get(tenant_id)
         if tenant is None or not (rates := _leasable(limits)):
             return None
@@ -112,24 +105,24 @@ class LeasedLimiter:
         tenant.observe(now_s, rates, decision=True)
         return self._leased_to(tenant_id, request_id)
 
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
-        held = self._leased.get(reservation.request_id)
-        if held is None:
-            return await self._inner.reserve(reservation, claims, price)
+    async def reserve(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
+        """Return whether the claims are reserved. If not, the store decides, also on the settlement."""
+        if reservation.request_id not in self._leased:
+            return False
         leased = tuple(claim for claim in claims if claim.limit.limit > 0)
         if not all(is_leasable(claim.limit) for claim in leased):
             # The store makes a record, of the budgets and of the token rates.
             del self._leased[reservation.request_id]
-            return await self._inner.reserve(reservation, claims, price)
+            return False
         tenant, now_s = self._tenant(reservation.tenant_id), self._clock.monotonic_s()
         tenant.observe(now_s, leased, decision=False)
         if not tenant.take(leased, now_s):
             await self._refill(reservation.tenant_id, tenant, leased)
         self._leased[reservation.request_id] = leased
-        return reservation
+        return True
 
     def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """See ``ports.limiter.HeldRates``."""
+        """Return whether the claims are reserved, all of them from the slices."""
         tenant = self._tenants.get(reservation.tenant_id)
         if tenant is None or reservation.request_id not in self._leased:
             return False
@@ -141,24 +134,8 @@ class LeasedLimiter:
         self._leased[reservation.request_id] = leased
         return True
 
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        await self._inner.spend(tenant_id, per_minute)
-
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        await self._inner.take(tenant_id, claims)
-
-    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
-        now_s = self._clock.monotonic_s()
-        for tenant in self._tenants.values():
-            tenant.drop_idle(now_s)
-        await self._inner.renew([each for each in running if each[0].request_id not in self._leased])
-
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        if not self.settle_held(reservation, usage):
-            await self._inner.settle(reservation, usage, spooled=spooled)
-
-    def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
-        """See ``ports.limiter.HeldRates``: every leased request."""
+    def settle(self, reservation: Reservation, usage: Usage) -> bool:
+        """Return whether the request is leased; then it is settled."""
         claims = self._leased.pop(reservation.request_id, None)
         if claims is None:
             return False
@@ -168,17 +145,11 @@ class LeasedLimiter:
                 tenant.correct(claim.limit, claim.amount - used_of(claim.limit.kind, usage, NO_PRICE))
         return True
 
-    async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
-        await self._inner.checkpoint(tenant_id, request_id, usage)
-
-    async def settle_lapsed(self, tenant_id: str) -> int:
-        return await self._inner.settle_lapsed(tenant_id)
-
-    async def spent(self, tenant_id: str, limits: Sequence[Limit]) -> tuple[Spent, ...]:
-        return await self._inner.spent(tenant_id, limits)
-
-    async def concurrency(self, tenant_id: str) -> int:
-        return await self._inner.concurrency(tenant_id)
+    def drop_idle(self) -> None:
+        """Drop slices that were not used for a while."""
+        now_s = self._clock.monotonic_s()
+        for tenant in self._tenants.values():
+            tenant.drop_idle(now_s)
 
     async def _refill(self, tenant_id: str, tenant: _Tenant, claims: tuple[Claim, ...]) -> None:
         """Take a slice of each limit that lacks one, else just what the request needs; then the claims.
@@ -192,7 +163,7 @@ class LeasedLimiter:
             wanted = tenant.missing(claims, gateways)
             try:
                 if wanted:
-                    await self._inner.take(tenant_id, wanted)
+                    await self._take(tenant_id, wanted)
             except OverQuota as error:
                 if not gateways:
                     tenant.rejected(error, wanted, self._clock.monotonic_s())
@@ -201,7 +172,7 @@ class LeasedLimiter:
             tenant.add(wanted, self._clock.monotonic_s())
             if tenant.take(claims, self._clock.monotonic_s()):
                 return
-        await self._inner.take(tenant_id, claims)  # concurrent requests used what was added
+        await self._take(tenant_id, claims)  # concurrent requests used what was added
 
     def _leased_to(self, tenant_id: str, request_id: str) -> Reservation:
         self._leased[request_id] = ()
