@@ -5,7 +5,7 @@ nothing else can happen are one event: while the same sequences decode, no other
 credit or block limit is reached, the plan of each next step is fixed. What such a *window* holds is written
 down at its end. A command that arrives meanwhile ends it with the step that is under way, which is when a
 real engine would have read the command. The result is that of step-by-step execution, token by token and time
-by time; only the report of a window's tokens waits: for its end, and for that of a single step that follows
+by time; only the report of a window's tokens waits for its end, and for that of a single step that follows
 it, ``coalesce_s`` at most.
 """
 

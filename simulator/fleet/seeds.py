@@ -171,7 +171,7 @@ def run_seeds(
 
 
 def wall_s() -> float:
-    """Return seconds of the machine's clock: of the run, nothing in it depends on them."""
+    """Return seconds of the machine's clock, which nothing in the run depends on."""
     return time.monotonic()
 
 

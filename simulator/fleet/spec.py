@@ -22,8 +22,8 @@ ROWS_DIGEST: Final = "sha256:" + "52" * 32
 
 @dataclass(frozen=True, slots=True)
 class TenantSpec:
-    """A customer and its limits; 0 is none. ``degraded_tokens``: of which length it takes outputs under
-    pressure."""
+    """A customer and its limits; 0 is none. ``degraded_tokens`` is the length to which its outputs may be cut
+    under pressure."""
 
     name: str
     weight: float = 1.0
@@ -61,8 +61,8 @@ class WorkerSpec:
 class VersionSpec:
     """A version that the workers can load; the first of a fleet is the deployment's.
 
-    ``step_ratio``: of the time of its steps to that of the worker's cost model. ``load_s``: until its first
-    engine in a life of a worker is ready; ``loads``: whether it ever is.
+    ``step_ratio`` times the time of the worker's cost model is the time of its steps. ``load_s`` passes until
+    its first engine in a life of a worker is ready; ``loads`` states whether it ever is.
     """
 
     digest: str = VERSION_DIGEST
@@ -74,7 +74,7 @@ class VersionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowsSpec:
-    """A fixed-cost version that the first ``workers`` serve beside the others. ``costs``: measured model.
+    """A fixed-cost version that the first ``workers`` also serve. ``costs`` names a measured model.
 
     ``by_layers``: see ``SimRowVersion``.
     """

@@ -1,7 +1,7 @@
 """The load of a simulated fleet: streams of requests, merged in order of arrival.
 
-Every stream draws from a source of its own, named by the seed and its own name, so that one stream's
-requests stay the same whatever stands beside it.
+Every stream draws from a random source that the seed and its own name determine, so that one stream's
+requests do not depend on the other streams.
 """
 
 from __future__ import annotations
