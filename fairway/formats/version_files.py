@@ -83,7 +83,7 @@ def name_problem(path: str) -> str:
 
 
 def weights_digest(files: Iterable[tuple[str, str]]) -> str:
-    """Return one digest of all tensor files, given as (path, digest): of the lines ``digest path``, sorted.
+    """Return one digest of all tensor files, given as (path, digest), over the sorted lines ``digest path``.
 
     Empty without tensor files.
     """

@@ -1,4 +1,4 @@
-"""The ``tokenizer.json`` of a GGUF file and the settings beside it, from the vocabulary in its metadata.
+"""The ``tokenizer.json`` of a GGUF file and its other settings, from the vocabulary in its metadata.
 
 A byte-level vocabulary (``gpt2``) carries its merges and the name of its split; a SentencePiece one
 (``llama``) its scores, from which the merges follow as in transformers.

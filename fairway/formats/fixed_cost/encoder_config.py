@@ -205,7 +205,7 @@ def labels_of(fields: Mapping[str, Any]) -> int:
 def classes_of(fields: Mapping[str, Any]) -> Classes:
     """Return the names of ``id2label`` and the activation of ``problem_type``. Raises UnsupportedModel.
 
-    Without names they are those of transformers.
+    A configuration without names gets those of transformers.
     """
     count = labels_of(fields)
     named: Any = fields.get("id2label")
