@@ -208,7 +208,7 @@ class Engine:
         if self._constraints is None or flight.batch.masks is None:
             return
         for sequence in dict.fromkeys(flight.sampled):
-            decodes = sequence.status is Status.DECODING and not sequence.is_apart
+            decodes = sequence.status is Status.DECODING and not sequence.is_suspect
             if decodes and self._constraints.is_slow(sequence.handle):
                 self._planner.mask_apart(sequence)
                 self._constraints.mask_apart(sequence)

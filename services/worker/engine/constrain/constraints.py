@@ -178,7 +178,7 @@ class Constraints:
             if output is None:
                 continue
             # A sequence that was preempted meanwhile may be back before its mask is computed.
-            waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_apart)
+            waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_suspect)
             request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
             output_masks.append(_OutputMasks(output, request, waits))
             rows += range(first, first + count)
