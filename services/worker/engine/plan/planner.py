@@ -238,7 +238,7 @@ class Planner:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
         self._places.move(sequence, Status.HELD)
 
-    def mask_apart(self, sequence: SequenceState) -> None:
+    def mask_separately(self, sequence: SequenceState) -> None:
         """Take a decoding sequence out of the plan, with its blocks, until its next mask is computed."""
         self._places.move(sequence, Status.MASKING)
 
