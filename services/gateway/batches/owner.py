@@ -28,7 +28,7 @@ from services.gateway.batches.records import (
     owner_key,
 )
 from services.gateway.batches.store import OwnedBatch, OwnershipLost
-from services.gateway.policy.batch_turns import UnfinishedBatch, beside_older, next_batches, yielding_turn
+from services.gateway.policy.batch_turns import UnfinishedBatch, next_batches, not_oldest, yielding_turn
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
@@ -251,9 +251,9 @@ class BatchOwner:
         if not self._turns:
             return
         running = self._running()
-        beside, tenants = beside_older(running), {batch.tenant for batch in running}
+        younger, tenants = not_oldest(running), {batch.tenant for batch in running}
         for turn in self._turns.values():
-            if turn.name[1] in beside and not turn.stalled:
+            if turn.name[1] in younger and not turn.stalled:
                 turn.leave()
         ending, tenants_waiting = self._ending(), set[str]()
         for batch in self._waiting():

@@ -90,7 +90,7 @@ def next_batches(
     return tuple((first + turns)[: max(0, room)])
 
 
-def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
+def not_oldest(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
     """Return the batches whose tenant also runs an older one: it was stalled, and they yield."""
     oldest: dict[str, UnfinishedBatch] = {}
     found: set[str] = set()
