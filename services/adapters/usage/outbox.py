@@ -102,7 +102,7 @@ class DiskOutbox:
     ) -> None:
         """``source`` is unique to this life of the process."""
         self._folder = folder
-        self._refused_events = RefusedEvents(folder / "refused")
+        self._aside = RefusedEvents(folder / "refused")
         self._source = source
         self._reports = reports
         self._clock = clock
@@ -138,11 +138,9 @@ class DiskOutbox:
     @property
     def notice(self) -> str:
         """What an operator has to look at, while no request is rejected for it."""
-        if not self._refused_events.count:
+        if not self._aside.count:
             return ""
-        return (
-            f"{self._refused_events.count} refused usage events or damaged files are set apart in the outbox"
-        )
+        return f"{self._aside.count} refused usage events or damaged files are set apart in the outbox"
 
     @property
     def _full(self) -> bool:
@@ -174,7 +172,7 @@ class DiskOutbox:
         """
         if self._lock < 0:
             self._lock = await in_thread(own_folder, self._folder)
-        await in_thread(self._refused_events.release, self._folder)
+        await in_thread(self._aside.release, self._folder)
         found = await in_thread(_files_in, self._folder)
         self._stored_bytes = sum(file.size_bytes for file in found)
         self._files.extend(found)
@@ -228,7 +226,7 @@ class DiskOutbox:
         log.error("usage.ledger_fails", suspects=len(self._suspects))
         for name in self._suspects:
             try:
-                size_bytes = await in_thread(self._refused_events.release_one, name, self._folder)
+                size_bytes = await in_thread(self._aside.release_one, name, self._folder)
             except OSError as error:
                 log.error("usage.disk_failed", file=name, error=repr(error))
                 continue  # the next life sends it
@@ -362,7 +360,7 @@ class DiskOutbox:
         """Return whether the next event is to be sent; after an internal error this one waits for room."""
         number, name = event.number, name_of(source, event.number)
         event.ClearField("number")
-        kept = await in_thread(self._refused_events.keep, name, framed(event.SerializeToString()))
+        kept = await in_thread(self._aside.keep, name, framed(event.SerializeToString()))
         if not is_final(error):
             if not kept:
                 return False
@@ -390,7 +388,7 @@ class DiskOutbox:
             if error.errno not in _UNREADABLE:
                 raise
             log.error("usage.file_unreadable", file=path.name, error=repr(error))
-            self._refused_events.move_unreadable(path)
+            self._aside.move_unreadable(path)
             file.cut = True
             return []
         found = read_frames(data)
@@ -402,7 +400,7 @@ class DiskOutbox:
             log.warning("usage.file_torn", file=path.name, events=len(events))
         elif found.damaged:
             file.cut = found.damaged[-1][1] == len(data)
-            kept = self._refused_events.keep_damaged(path)
+            kept = self._aside.keep_damaged(path)
             begin, end = found.damaged[0]
             log.error("usage.file_damaged", file=path.name, begin=begin, end=end, kept=kept)
         return events
@@ -430,7 +428,7 @@ class DiskOutbox:
         metrics.level(
             "fairway_usage_outbox_refused",
             "Usage events that the ledger refused for good and damaged outbox files, which are set apart",
-            lambda: float(self._refused_events.count),
+            lambda: float(self._aside.count),
         )
 
 
