@@ -91,7 +91,7 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
-    # Seconds until the first token of each choice, by size of the prompt, most of which decides about it.
+    # seconds until the first token of each choice, by the size of the prompt, which mostly determines them
     ttft: dict[int, Sketch] = field(default_factory=dict)
     # Seconds between tokens, weighted by token.
     itl: Sketch = field(default_factory=latency_sketch)

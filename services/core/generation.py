@@ -79,7 +79,7 @@ class ConstraintKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"  # pattern of the whole output, without look-around and back-references
-    CHOICE = "choice"  # a JSON list of strings, of which the output is one
+    CHOICE = "choice"  # a JSON list of strings; the output is one of them
     GRAMMAR = "grammar"  # Lark or GBNF
 
 

@@ -113,8 +113,8 @@ class DiskOutbox:
         self._added_bytes = 0
         self._next = 1  # number of the next event
         self._lost = 0
-        self._passed: dict[str, set[int]] = {}  # numbers that are set apart, or lost here, by source
-        self._suspects: list[str] = []  # names of events set apart since the ledger last took one
+        self._passed: dict[str, set[int]] = {}  # numbers that are set aside, or lost here, by source
+        self._suspects: list[str] = []  # names of events set aside since the ledger last took one
         self._refused = ""
         self._wake = asyncio.Event()  # something was added
         self._to_send = asyncio.Event()
@@ -350,7 +350,7 @@ class DiskOutbox:
                 passed.difference_update([number for number in passed if number <= last])
                 self._suspects.clear()
                 return True
-            # Earlier events of the source are not here any more: the disk lost them, or they are set apart.
+            # Earlier events of the source are not here any more: the disk lost them, or they are set aside.
             lost_until, apart = first - 1, sum(last < number < first for number in passed)
             if lost_until - last > apart:
                 log.error("usage.events_missing", source=file.source, after=last, before=first, apart=apart)

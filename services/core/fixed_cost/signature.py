@@ -21,7 +21,7 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     max_tokens: int = 0  # longest row in tokens, or largest image in tiles; 0: rows have no length
     vocab_size: int = 0
-    # whether an embedding has length 1; the next two fields say to what sizes it may be cut
+    # whether an embedding has length 1; the next two fields state to what sizes it may be cut
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any

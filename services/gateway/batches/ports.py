@@ -56,7 +56,7 @@ class BatchPorts:
     status_of: Callable[[BatchRecord], BatchStatus]
     # Counts a line by its outcome.
     count: Callable[[str], None]
-    # Returns how many bytes the tenant may store beside its files.
+    # Returns how many bytes the tenant may store in addition to its files.
     room_bytes: Callable[[str], int]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()

@@ -23,7 +23,7 @@ class Status(Enum):
     PREFILLING = auto()
     DECODING = auto()
     HELD = auto()  # its next token is being computed, and may be its last
-    MASKING = auto()  # what its constraint allows next is being computed apart
+    MASKING = auto()  # the mask of its next token is being computed separately
     STALLED = auto()  # holds KV, has no credit
     RETURNING = auto()  # holds KV, has credit again, waits for a seat
     FINISHED = auto()

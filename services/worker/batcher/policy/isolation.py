@@ -68,7 +68,7 @@ class IsolationRun:
 class Isolation:
     """The state of a search over the rows of one failed batch; each field is sorted as the batch was."""
 
-    suspects: tuple[int, ...]  # rows of which at least one is a cause
+    suspects: tuple[int, ...]  # rows that contain at least one cause
     aside: tuple[int, ...] = ()  # rows that no run has cleared or condemned
     answered: tuple[int, ...] = ()
     condemned: tuple[int, ...] = ()
