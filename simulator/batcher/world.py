@@ -48,7 +48,7 @@ class ClosedLoop:
     """Clients that send their next row some time after an answer."""
 
     clients: int
-    turnaround_s: float = 1e-3  # mean, of which half is fixed
+    turnaround_s: float = 1e-3  # mean; half of it is fixed
 
 
 @dataclass(frozen=True, slots=True)

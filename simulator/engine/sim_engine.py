@@ -369,7 +369,7 @@ class SimEngine:
                 return 1
             left = tokens.end - length - 1
             if sequence.pause_at < tokens.prompt_tokens + sequence.limits.max_tokens:
-                # Its reader gives credit as it reads: what is told late is to leave it time for that.
+                # The reader gives credit as it reads, so a late report must leave it time for that.
                 left = min(left, (sequence.pause_at - length) // 2)
             else:
                 left = min(left, sequence.pause_at - length - 1)
