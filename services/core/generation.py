@@ -245,7 +245,7 @@ class StartSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token: ``sampled`` is its own. The first of a prompt has none, ``sampled`` is 0."""
+    """One token's log-probabilities: ``sampled`` is its own. A prompt's first has none, ``sampled`` is 0."""
 
     sampled: float
     top_ids: tuple[int, ...]

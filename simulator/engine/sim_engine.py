@@ -113,7 +113,7 @@ class _StepOfTime(StepPage):
         self._running = True
 
     def ended(self) -> None:
-        """Not yet."""
+        """Ignored: the step ends at its time in ``over``."""
 
     def over(self) -> None:
         """Clear the step, if there is one."""

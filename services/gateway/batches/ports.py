@@ -29,7 +29,7 @@ class LineCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """In seconds."""
+    """The times of a batch in seconds."""
 
     # interval of committing results
     commit_s: float = 1.0

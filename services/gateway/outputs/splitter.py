@@ -35,7 +35,7 @@ class _At(StrEnum):
 
 
 class OutputSplitter:
-    """Of one choice. ``call_id`` returns the id of a call by its index."""
+    """Splits the output of one choice. ``call_id`` returns the id of a call by its index."""
 
     def __init__(self, form: OutputForm, call_id: Callable[[int], str]) -> None:
         self.calls = 0  # calls that have begun

@@ -136,7 +136,7 @@ class Executor(Protocol):
         """Wait for the batch that was submitted first: as ``Runner.run``, with the exceptions of that."""
 
     def resize(self, blocks: int) -> None:
-        """As ``Runner.resize``; every batch was collected."""
+        """Do what ``Runner.resize`` does; every batch was collected."""
 
 
 def unknown_token(row: int) -> int:
