@@ -37,8 +37,8 @@ class LapsedReservations(Protocol):
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
         """Raise the usage with which the reservation is settled if it lapses.
 
-        A lapsed one that was charged already is charged the difference. Without effect once its gateway
-        settled it.
+        A lapsed one that was charged already is charged the difference. It has no effect once its
+        gateway settled it.
         """
 
     async def settle_lapsed(self, tenant_id: str) -> int:
