@@ -40,7 +40,7 @@ class TensorLayout:
     """The tensors that a checkpoint holds. ``shapes``: those that it must have."""
 
     shapes: Mapping[str, Shape]
-    # tensors that it may have, and that are not used
+    # Tensors that it may have, and that are not used.
     optional: Mapping[str, Shape] = field(default_factory=dict)
     # Optional ones that must equal another: a tied model may carry its head twice.
     copies: Mapping[str, str] = field(default_factory=dict)

@@ -154,7 +154,7 @@ DEVICES: Final = {
     "h200": DevicePeaks(989e12, 4800e9, 141 * 10**9),
 }
 
-# shapes of the models' own config.json
+# Shapes of the models' own config.json.
 LLAMA_3_8B: Final = ModelShape(7.50e9, 0.525e9, layers=32, heads=32, kv_heads=8, head_dim=128)
 LLAMA_3_70B: Final = ModelShape(69.5e9, 1.05e9, layers=80, heads=64, kv_heads=8, head_dim=128)
 

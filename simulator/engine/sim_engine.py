@@ -252,7 +252,7 @@ class SimEngine:
         if self.stuck is not None:
             return  # The engine stands in the middle of a step.
         self._engine.check_integrity()
-        # sequences that end with the step under way
+        # Sequences that end with the step under way.
         ending = 0 if self._event is None else len(self._event.finished)
         live = self._planner.running + self._planner.waiting + ending
         assert len(self._intake.live) == live, "a sequence is kept"

@@ -35,7 +35,7 @@ class EscrowSpec:
     most_cost: int = 1_000_000  # worst case of the largest request
     duration_s: float = 600.0
     loss_ratio: float = 0.1  # share of the messages that are lost; as many are repeated
-    # begin and end of the time in which ``cut_region`` is cut off
+    # Begin and end of the time in which ``cut_region`` is cut off.
     cut_s: tuple[float, float] = (150.0, 450.0)
     cut_region: str = "west"
 

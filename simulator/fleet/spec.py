@@ -110,11 +110,11 @@ class FleetSpec:
     slow_reader_s: float = 30.0
     # How long an engine loads; None: as its cost model has it.
     engine_restart_s: float | None = None
-    # how long an engine may keep steps without events to itself
+    # How long an engine may keep steps without events to itself.
     coalesce_s: float = 0.1
     # The gateways have a record store.
     idempotency: bool = True
-    # how long Redis stores that a request was settled
+    # How long Redis stores that a request was settled.
     settled_keep_s: float = SETTLED_KEEP_S
     # Every process has clocks of its own.
     skewed: bool = False
@@ -122,7 +122,7 @@ class FleetSpec:
     # Control planes. Without one, each worker has the first version assigned; with them, gateways report to
     # the leading one, and it assigns ``replicas``.
     planes: int = 0
-    # replicas of the deployment; 0: one on each worker
+    # Replicas of the deployment; 0: one on each worker.
     replicas: int = 0
     # A pool of a fixed-cost version; without control planes only.
     rows: RowsSpec | None = None

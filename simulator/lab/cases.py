@@ -31,7 +31,7 @@ class RecordedTrace:
     rows: int
     # Factor of the lengths.
     length_ratio: float
-    # load as a share of what the fleet can serve without a cache
+    # Load as a share of what the fleet can serve without a cache.
     load_ratio: float
     slo: Slo
     synthetic: Callable[[int], Iterator[TraceRow]]
@@ -83,7 +83,7 @@ class Figures:
     cached_ratio: float
     refused_ratio: float
     jain: float
-    # 95th percentile over all tenants but the whale
+    # 95th percentile over all tenants but the whale.
     minnow_ttft_p95_s: float = 0.0
     # Infinite if the slow worker is never found, so that a median over seeds counts that as worst.
     found_after_s: float = 0.0

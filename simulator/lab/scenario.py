@@ -29,7 +29,7 @@ class ScenarioOptions:
     workers: int = 8
     seed: int = 0
     duration_s: float | None = None
-    # rate of the whole fleet
+    # Rate of the whole fleet.
     rate_per_s: float | None = None
     # The rate as a share of what the fleet can serve at most.
     load_ratio: float | None = None

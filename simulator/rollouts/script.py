@@ -89,7 +89,7 @@ _FAULTS: Final = (
 )
 
 
-# the strategy of each of ten seeds, one of each kind
+# The strategy of each of ten seeds, one of each kind.
 _STRATEGIES: Final = (
     RolloutStrategy.CANARY,
     RolloutStrategy.CANARY,

@@ -118,11 +118,11 @@ class EncoderConfig:
     padding_id: int
     norm_eps: float
     activation: str
-    # labels of a sequence or a token; 0 for an embedding
+    # Labels of a sequence or a token; 0 for an embedding.
     labels: int
     score: Score = "sigmoid"  # how a reranker makes a score of a logit
     classes: Classes = NO_CLASSES  # the labels of a sequence
-    # how an embedding is made of the tokens' states
+    # How an embedding is made of the tokens' states.
     pooling: Pooling = "mean"
     normalize: bool = False
     lowercase: bool = False  # texts are lowercased before their tokenizer

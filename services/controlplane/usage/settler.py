@@ -25,7 +25,7 @@ from services.ports.clock import Clock
 log = structlog.get_logger()
 
 UNMATCHED_S: Final = 30.0
-# time after the last report in which a lapse may follow; longer than any lease
+# Time after the last report in which a lapse may follow; longer than any lease.
 LAPSES_WITHIN_S: Final = 600.0
 _EACH_S: Final = 5.0
 _AT_ONCE: Final = 1000

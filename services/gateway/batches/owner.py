@@ -38,9 +38,9 @@ from services.runtime.supervisor import Supervisor, first_of
 log = structlog.get_logger()
 _LOOK_S: Final = 0.5
 _PAUSE_S: Final = 1.0
-# pause after another request ran: the next one would find its workers taken
+# Pause after another request ran: the next one would find its workers taken.
 _BUSY_S: Final = 5.0
-# pause after an unexpected failure, so that one batch cannot keep a gateway busy
+# Pause after an unexpected failure, so that one batch cannot keep a gateway busy.
 _CRASH_PAUSE_S: Final = 10.0
 
 
@@ -71,7 +71,7 @@ class _Turn:
     execution: BatchExecution
     began_s: float
     task: asyncio.Task[None]
-    # whether the batch is stalled, as its owner's key states it
+    # Whether the batch is stalled, as its owner's key states it.
     stalled: bool = False
     # Its task was cancelled: a second time would interrupt the release of the batch.
     leaving: bool = False

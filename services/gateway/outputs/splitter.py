@@ -16,7 +16,7 @@ from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import MAX_NAME_CHARS
 from services.gateway.outputs.loose_calls import loose_calls
 
-# most whitespace that is held back until it is clear whether a mark follows; more of it is content
+# Most whitespace that is held back until it is clear whether a mark follows; more of it is content.
 _MAX_BLANKS: Final = 64
 
 

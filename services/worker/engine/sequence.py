@@ -55,7 +55,7 @@ class SequenceState:
     # The blocks are consecutive.
     contiguous: bool = True
     preemptions: int = 0
-    # computed tokens that came from a cache
+    # Computed tokens that came from a cache.
     cached: int = 0
     # Much of the prompt was left to compute when the sequence was queued, or got its place.
     is_long: bool = False

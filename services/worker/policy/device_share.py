@@ -38,7 +38,7 @@ class StepCosts(NamedTuple):
     scored_s: float
 
 
-# costs before there are enough samples, which are the scheduler's prior: a prompt token costs a decode row
+# Costs before there are enough samples, which are the scheduler's prior: a prompt token costs a decode row.
 PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0, 50e-6)
 
 

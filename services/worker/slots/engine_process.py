@@ -112,7 +112,7 @@ class EngineEvents:
     on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
-    # receives the batches of a fixed-cost model
+    # Receives the batches of a fixed-cost model.
     on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None
 
 

@@ -22,7 +22,7 @@ OUTPUT: Final = LogNormal(140.0, 0.8, least_tokens=4, most_tokens=1024)
 MINNOWS: Final = 9
 WHALE_RATIO: Final = 0.6
 LOAD_RATIO: Final = 1.05  # load as a share of what the fleet can serve at most
-# share of the most that was served of this load: blocks are reserved ahead of use
+# Share of the most that was served of this load: blocks are reserved ahead of use.
 SATURATED_RATIO: Final = 0.85
 
 _CLASSES: Final = (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)

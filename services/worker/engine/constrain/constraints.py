@@ -42,7 +42,7 @@ class _Output:
     consumed: int = 0
     # What its masks took beyond SHARE_S each; at most twice BURST_S, so that a slow output can recover.
     excess_s: float = FIRST_S
-    # its next mask if that is computed separately, and why there is none
+    # Its next mask if that is computed separately, and why there is none.
     mask: tuple[Bits, str] | None = None
 
     @property

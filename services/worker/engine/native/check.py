@@ -25,7 +25,7 @@ Row = list[float]
 Rows = list[Row]
 
 EPS: Final = 1e-5
-# largest differences for values of size one: float32 sums have few terms; a bfloat16 norm is rounded twice
+# Largest differences for values of size one: float32 sums have few terms; a bfloat16 norm is rounded twice.
 NEAR: Final = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 ROWS: Final = 5
 WIDTH: Final = 24  # a vector of lanes and a half
