@@ -6,7 +6,7 @@ a JSON object of ratios, medians over the seeds:
 - ``ttft_vs_round_robin``: our mean time to first token over that of round-robin routing, the worse trace;
 - ``goodput_vs_best_other``: our requests per second within the targets over those of the best other policy
   on that trace, the worse trace;
-- ``minnow_p95_ttft_ratio``: the p95 of nine small tenants' requests, as one population, next to a tenant that
+- ``minnow_p95_ttft_ratio``: the p95 of nine small tenants' requests, as one population, beside a tenant that
   sends three fifths of a load above capacity, over what it is when that one sends no more than its max-min
   fair share;
 - ``throughput_vs_fcfs``: our output tokens per second in that overload over those of a queue by arrival;

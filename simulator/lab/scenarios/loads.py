@@ -133,7 +133,7 @@ def burst(options: ScenarioOptions) -> Scenario:
 
 
 def long_prompts(options: ScenarioOptions) -> Scenario:
-    """A flood of very long prompts among short chats: the short ones keep their time to first token."""
+    """A flood of very long prompts beside short chats: the short ones keep their time to first token."""
     duration_s = options.duration_s or 120.0
     from_s, for_s = duration_s / 4, duration_s / 4
     fleet = fleet_of(options, tenants(3))
@@ -184,7 +184,7 @@ def whale(options: ScenarioOptions) -> Scenario:
 
 
 def whale_capped(options: ScenarioOptions) -> Scenario:
-    """The same minnows with a whale that sends what they leave of the measured capacity: its max-min fair
+    """The same minnows beside a whale that sends what they leave of the measured capacity: its max-min fair
     share."""
     minnows = LOAD_RATIO * (1 - WHALE_RATIO)
     return _whale(options, whale_ratio=(SATURATED_RATIO - minnows) / LOAD_RATIO, name="whale-capped")
