@@ -15,7 +15,7 @@ from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
 from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
+from simulator.lab.scenario import Options, Scenario, ScenarioError
 from simulator.lab.scenarios import faults, loads
 
 WORKERS: Final = 8
@@ -143,7 +143,7 @@ def _or_never(value: float | None) -> float:
 
 
 def _of_trace(case: Case, trace: RecordedTrace) -> Scenario:
-    options = ScenarioOptions(workers=WORKERS, seed=case.seed, preset=trace.preset)
+    options = Options(workers=WORKERS, seed=case.seed, preset=trace.preset)
     fleet = replay.trace_fleet(options)
     # Each seed replays another part of the trace.
     part = TraceCut(
@@ -187,5 +187,5 @@ def _whale(case: Case) -> Scenario:
     return loads.whale(options) if case.workload == WHALE else loads.whale_capped(options)
 
 
-def _options(case: Case, duration_s: float) -> ScenarioOptions:
-    return ScenarioOptions(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)
+def _options(case: Case, duration_s: float) -> Options:
+    return Options(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)
