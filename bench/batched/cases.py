@@ -18,7 +18,7 @@ from bench.batched.load import Taken, Target, closed_loop, open_loop
 from bench.batched.model import LONGEST, Rows, mlp_rows, token_rows
 from bench.batched.systems import GATEWAYS, Installation, Peer, Window, installation, until_ready, v2_target
 from bench.stack import metric_sum
-from simulator.lab.load.arrivals import ArrivalProcess, Gamma, Poisson
+from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ WINDOWS: Final = (Window(0.005, 64), Window(0.001, 64), Window(0.005, 32), Windo
 FIXED_S: Final = (0.0, 0.5e-3, 1e-3, 2e-3, 4e-3, 8e-3)
 CLIENTS: Final = (64, 8)  # of the closed loops of the sweep
 PEERS: Final = ("triton", "litserve", "ray_serve")
-ARRIVALS: Final[Mapping[str, Callable[[float], ArrivalProcess]]] = {
+ARRIVALS: Final[Mapping[str, Callable[[float], Arrivals]]] = {
     "poisson": Poisson,
     "bursty": lambda rate_per_s: Gamma(rate_per_s, cv=3.0),
 }
@@ -162,7 +162,7 @@ async def open_arrivals(bench: Bench, here: Installation) -> dict[str, float]:
 
 
 async def goodput(
-    target: Target, arrivals: Callable[[float], ArrivalProcess], most_per_s: float, effort: Effort
+    target: Target, arrivals: Callable[[float], Arrivals], most_per_s: float, effort: Effort
 ) -> float:
     """Return the highest rate at which the 99th percentile is within the objective; 0: it never is."""
     low, high, found = most_per_s / 8, most_per_s * 1.1, 0.0
@@ -184,7 +184,7 @@ async def goodput(
     return found
 
 
-def times_of(arrivals: ArrivalProcess, seconds: float, *, seed: int = 0) -> list[float]:
+def times_of(arrivals: Arrivals, seconds: float, *, seed: int = 0) -> list[float]:
     """Return the instants of a run, always the same ones."""
     return list(takewhile(lambda at_s: at_s < seconds, arrivals.times(random.Random(seed))))
 

@@ -66,7 +66,7 @@ class ModelConfig:
     architecture: str  # name of the transformers class
     vocab_size: int  # rows of the embedding
     hidden_size: int  # width of the residual stream
-    # width of the MLP
+    # Width of the MLP.
     intermediate_size: int
     layers: int  # decoder layers
     heads: int  # query heads
@@ -76,13 +76,13 @@ class ModelConfig:
     # The output embedding is the input embedding.
     tied: bool
     qkv_bias: bool  # whether the attention's input projections have biases
-    # whether the attention's output projection has a bias
+    # Whether the attention's output projection has a bias.
     output_bias: bool
     mlp_bias: bool  # whether the MLP's projections have biases
     # q and k are normalised.
     qk_norm: bool
     rope: RopeConfig  # rotary embedding
-    # how many positions each layer attends to; None: all
+    # How many positions each layer attends to; None: all.
     windows: tuple[int | None, ...]
     max_position_embeddings: int  # the config's number, unscaled
 

@@ -39,7 +39,7 @@ from fairway.formats.weights import (
 Kind = Literal["causal-lm", "fixed-cost"]
 
 _DRAFT: Final = f"{drafts.FOLDER}/"
-# The small files that ``checkpoint_problem`` reads beside those of a gateway.
+# The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
 READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, *FILES)
 
 

@@ -1,4 +1,5 @@
-"""The tokens that a version's files declare beside its ``tokenizer.json``, read as transformers reads them.
+"""The tokens that a version's other files declare besides ``tokenizer.json``, read as transformers reads
+them.
 
 Five places of four files declare tokens that a tokenizer reads as one: ``added_tokens`` of tokenizer.json,
 ``added_tokens_decoder`` and the named and extra special tokens of tokenizer_config.json,
@@ -65,7 +66,7 @@ Value = str | AddedToken
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The tokenizer of a version. ``outside``: ids of the tokens that only files beside it declare."""
+    """The tokenizer of a version. ``outside`` has ids of the tokens that only the other files declare."""
 
     tokenizer: bytes  # its tokenizer.json, with every token that another file declares
     named: Mapping[str, str]  # bos_token and the like, by name, as a template gets them
@@ -150,7 +151,7 @@ def _is_plain(part: Any) -> bool:
 
 
 class _Declared:
-    """What the files beside tokenizer.json declare: tokens in order, names of tokens, and extra ones."""
+    """What the files other than tokenizer.json declare: tokens in order, names of tokens, and extra ones."""
 
     def __init__(self, names: Collection[str], read: Read, own: Mapping[int, AddedToken]) -> None:
         def fields(name: str) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def _added(found: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, A
 
 
 def _ids_of(parts: Mapping[str, msgspec.Raw], tokens: list[AddedToken]) -> dict[str, int]:
-    """Return the id that each added token gets: that of the vocabulary, else the next one after all."""
+    """Return the id that each added token gets: the vocabulary's, else the next one after all."""
     vocab = _decoded(f"{TOKENIZER}: model", lambda _: bytes(parts.get("model", b"{}")), _Model).vocab
     size = len(vocab)
     if isinstance(vocab, list):

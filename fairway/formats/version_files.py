@@ -46,11 +46,11 @@ GATEWAY_FILES: Final = (
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    # settings of a fixed-cost model: how it embeds, and the most tokens of a row
+    # Settings of a fixed-cost model: how it embeds, and the most tokens of a row.
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
     "modules.json",
-    # settings of an image model: how a picture becomes pixels
+    # Settings of an image model: how a picture becomes pixels.
     "preprocessor_config.json",
     "sentence_bert_config.json",
 )
@@ -83,7 +83,7 @@ def name_problem(path: str) -> str:
 
 
 def weights_digest(files: Iterable[tuple[str, str]]) -> str:
-    """Return one digest of all tensor files, given as (path, digest): of the lines ``digest path``, sorted.
+    """Return one digest of all tensor files, given as (path, digest), over the sorted lines ``digest path``.
 
     Empty without tensor files.
     """

@@ -40,7 +40,7 @@ class TensorLayout:
     """The tensors that a checkpoint holds. ``shapes``: those that it must have."""
 
     shapes: Mapping[str, Shape]
-    # tensors that it may have, and that are not used
+    # Tensors that it may have, and that are not used.
     optional: Mapping[str, Shape] = field(default_factory=dict)
     # Optional ones that must equal another: a tied model may carry its head twice.
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -98,8 +98,8 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
 def weight_files(folder: str, names: Collection[str], read: Read) -> tuple[str, ...]:
     """Return the tensor files below ``folder`` (empty, or with its slash) that an engine opens.
 
-    As in transformers, a single file goes before an index, and of an index only the names of its files count:
-    one that a conversion left behind changes nothing. Raises BadWeights, UnsupportedModel.
+    A single file goes before an index, as in transformers, and only the names of an index's files count:
+    an entry that a conversion left behind changes nothing. Raises BadWeights, UnsupportedModel.
     """
     if folder + SINGLE in names:
         return (folder + SINGLE,)

@@ -179,7 +179,7 @@ def _head_dim(keys: _Keys, hidden: int, heads: int) -> int:
 def _scaling(
     keys: _Keys, fields: Mapping[str, Any], divisors: Sequence[float] | None
 ) -> dict[str, Any] | None:
-    """Return how positions are scaled: by the keys, or by a tensor of divisors as in Llama 3."""
+    """Return how positions are scaled, which keys state, or a tensor of divisors as in Llama 3."""
     kind = keys.get("rope.scaling.type")
     if kind not in (None, "none", "linear", "yarn"):
         raise keys.file.refusal(keys.name("rope.scaling.type"), f"{_shown(kind)} is not supported")

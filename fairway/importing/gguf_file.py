@@ -20,7 +20,7 @@ MAX_TENSORS: Final = 65_536
 MAX_KEY_BYTES: Final = 256
 MAX_TEXT_BYTES: Final = 4 * 1024 * 1024  # a chat template is the longest text
 MAX_TOKEN_BYTES: Final = 64 * 1024
-# most items of all arrays together; a vocabulary of 250,000 with its merges has a million
+# Most items of all arrays together; a vocabulary of 250,000 with its merges has a million.
 MAX_ITEMS: Final = 4_000_000
 MAX_ARRAY_BYTES: Final = 256 * 1024 * 1024  # most bytes of all arrays together
 MAX_ALIGNMENT: Final = 1 << 20

@@ -1,4 +1,4 @@
-"""The ``tokenizer.json`` of a GGUF file and the settings beside it, from the vocabulary in its metadata.
+"""The ``tokenizer.json`` of a GGUF file and its other settings, from the vocabulary in its metadata.
 
 A byte-level vocabulary (``gpt2``) carries its merges and the name of its split; a SentencePiece one
 (``llama``) its scores, from which the merges follow as in transformers.
@@ -39,7 +39,7 @@ class _Split:
     """How text is cut before merges apply, by the rules of llama.cpp."""
 
     pattern: str = ""  # empty: the expression of GPT-2
-    digits: bool = False  # each digit is apart
+    digits: bool = False  # each digit is a piece of its own
     whole_words: bool = False  # a piece that is a token is not merged
     adds_bos: bool = False  # default of ``add_bos_token``
 

@@ -184,7 +184,7 @@ def missing_extra(extra: str, what: str) -> ImportRefused:
 
 
 def unreachable(what: str, error: Exception, *, check: str) -> ImportRefused:
-    """Return the refusal of what cannot be fetched. ``check``: what the user should compare."""
+    """Return the refusal of what cannot be fetched. ``check`` is what the user should compare."""
     cause = str(error).strip().partition("\n")[0][:400] or type(error).__name__
     return ImportRefused(
         f"cannot fetch {what}: {cause}",

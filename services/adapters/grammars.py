@@ -25,7 +25,7 @@ from services.ports.grammars import Bits, GrammarRefused, MaskRequest, Tokenizer
 
 MAX_COMPILED: Final = 64  # grammars that are kept for requests to come
 MAX_SHOWN: Final = 300  # characters of a message
-# what writers of JSON put between its tokens; small models would continue for ever with more blanks
+# What writers of JSON put between its tokens; small models would continue for ever with more blanks.
 WHITESPACE: Final = r"(\x20|\x0A[\x20\x09]{0,16})?"
 # The engine's options for each schema replace a client's. With \u, a free property could take the name of
 # another.
@@ -235,7 +235,7 @@ def _choice(source: str) -> str:
     return found
 
 
-# how the engine takes the source of each kind with schemas
+# How the engine takes the source of each kind with schemas.
 _EXACT: Final[dict[ConstraintKind, Callable[[str], str]]] = {
     ConstraintKind.JSON_SCHEMA: _exact_schema,
     ConstraintKind.GRAMMAR: _exact_grammar,

@@ -36,7 +36,7 @@ _KEY_BYTES: Final = 32
 _PURPOSE: Final = b"fairway record v1\0"
 # Derived keys that stay in memory: of tenants and of runs.
 _CACHED_KEYS: Final = 4096
-# bytes that a stored chunk has more than the chunk
+# Bytes that a stored chunk has more than the chunk.
 OVERHEAD_BYTES: Final = _HEADER.size + _NONCE_BYTES + _TAG_BYTES
 
 

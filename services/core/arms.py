@@ -80,9 +80,9 @@ class SliSums:
     requests: int = 0
     # Those that the platform failed before a first token, with what it refused for want of capacity.
     errors: int = 0
-    # errors and broken requests that killed their engine
+    # Errors and broken requests that killed their engine.
     poisoned: int = 0
-    # requests that sent a first token; ``broken`` counts those that the platform broke after it
+    # Requests that sent a first token; ``broken`` counts those that the platform broke after it.
     started: int = 0
     broken: int = 0
     # Requests that finished, and their output tokens.
@@ -91,7 +91,7 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
-    # Seconds until the first token of each choice, by size of the prompt, most of which decides about it.
+    # Seconds until the first token of each choice, by the size of the prompt, which mostly determines them.
     ttft: dict[int, Sketch] = field(default_factory=dict)
     # Seconds between tokens, weighted by token.
     itl: Sketch = field(default_factory=latency_sketch)

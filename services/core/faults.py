@@ -22,7 +22,7 @@ class Fault(StrEnum):
     NONE = "none"
 
 
-# each reason's fault, and what a client does next
+# Each reason's fault, and what a client does next.
 ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "INVALID_INPUT": (Fault.CLIENT, "Change the field that the message names"),
     "PROMPT_TOO_LONG": (Fault.CLIENT, "Shorten the prompt or request fewer tokens"),

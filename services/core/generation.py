@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
 
 
-# reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers there
+# Reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers there.
 NOT_FINITE: Final = "NOT_FINITE"
 MAX_CONSTRAINT_BYTES: Final = 64 * 1024
 # The schema of any JSON object.
@@ -79,7 +79,7 @@ class ConstraintKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"  # pattern of the whole output, without look-around and back-references
-    CHOICE = "choice"  # a JSON list of strings, of which the output is one
+    CHOICE = "choice"  # a JSON list of strings; the output is one of them
     GRAMMAR = "grammar"  # Lark or GBNF
 
 
@@ -114,7 +114,7 @@ class Sampling:
     logprobs: int | None = None
     # What the output must match; None: any text.
     constraint: Constraint | None = None
-    # the same as ``logprobs`` for the prompt's tokens
+    # The same as ``logprobs`` for the prompt's tokens.
     prompt_logprobs: int | None = None
 
 
@@ -245,7 +245,7 @@ class StartSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token: ``sampled`` is its own. The first of a prompt has none, ``sampled`` is 0."""
+    """One token's log-probabilities: ``sampled`` is its own. A prompt's first has none, ``sampled`` is 0."""
 
     sampled: float
     top_ids: tuple[int, ...]
@@ -271,7 +271,7 @@ class SequenceEnd:
     error_reason: str = ""
     error_message: str = ""
     device_us: int = 0  # its shares of engine steps on that worker, as far as they are known
-    # cause of an ENGINE_LOST; ``step_role`` is the part that the sequence had in the step that ran
+    # Cause of an ENGINE_LOST; ``step_role`` is the part that the sequence had in the step that ran.
     loss_cause: LossCause = LossCause.OUTSIDE
     step_role: StepRole = StepRole.NONE
     embedding: bytes = b""  # hidden state of a sequence that embeds, as 32-bit little-endian floats

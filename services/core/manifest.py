@@ -163,7 +163,7 @@ def check_manifest(manifest: Manifest) -> None:
 def check_draft(manifest: Manifest) -> None:
     """Return if a new version has a complete draft or none. Raises InvalidInput.
 
-    Not applied to stored versions: a version stored with a folder of this name before drafts existed stays
+    Stored versions are not checked: a version stored with a folder of this name before drafts existed stays
     readable.
     """
     if problem := draft_problem(file.path for file in manifest.files):

@@ -36,7 +36,7 @@ class PoolQueue:
     queued: int = 0
     queued_prompt_tokens: int = 0
     oldest_wait_s: float = 0.0
-    # time until the present queue has drained; None while there is no rate to predict it from
+    # Time until the present queue has drained; None while there is no rate to predict it from.
     predicted_wait_s: float | None = None
     granted: int = 0  # granted and not yet in a worker's report
     running: int = 0

@@ -334,7 +334,7 @@ class AssignedVersion:
     least_route_revision: int = 0
     # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
     kv_share: int = 0
-    # target for the time between two tokens of a stream, by the model's objectives; 0: the worker's setting
+    # Target for the time between two tokens of a stream, by the model's objectives; 0: the worker's setting.
     itl_target_s: float = 0.0
     # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)

@@ -61,10 +61,10 @@ class Route:
     # The clients' name of the model.
     model: str
     deployment: Deployment
-    # the version of the request's arm in a split, else the deployment's, or the version before it while that
-    # still takes new requests
+    # The version of the request's arm in a split, else the deployment's, or the version before it while that
+    # still takes new requests.
     version_digest: str
-    # revision of the split, or of the deployment
+    # Revision of the split, or of the deployment.
     route_revision: int
     # 0 for a deployment of 0 replicas, even if another deployment runs its version.
     ready_replicas: int

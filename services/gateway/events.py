@@ -130,7 +130,7 @@ class ChoiceResult:
     finish_reason: FinishReason
     stop: str
     output_tokens: int
-    # the parts that the end made final, where the request wants parts
+    # The parts that the end made final, where the request wants parts.
     parts: tuple[OutputPart, ...] = ()
     # Where the request wants parts: tokens to the end of the reasoning, its mark included; None: not counted.
     reasoning_tokens: int | None = None

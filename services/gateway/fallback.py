@@ -71,7 +71,7 @@ class GatewayFallback:
         self._leader_answered_s = -math.inf
         self._snapshot_s = -math.inf
         self._epoch = 0
-        # members with their latest room, by version and worker
+        # Members with their latest room, by version and worker.
         self._members: dict[str, dict[str, PoolMember]] = {}
         self._guesses: dict[str, _Guesses] = {}  # guesses of each version
         self._guessed_s: dict[tuple[str, str], float] = {}  # time of the last guess by version and worker

@@ -110,7 +110,7 @@ class GatewayService:
         self.check_open(principal.tenant_id, generation.model, received)
         longest_s = self.max_timeout_s(principal, generation)
         timeout_s = min(self.limits.timeout_of(generation, timeout_s), longest_s)
-        # A cached answer comes at once, which a client with a window of its own may not take.
+        # A client with a window of its own may not take a whole answer at once, as the cache would send it.
         cache = generation.cache and client_window is None
         terms = RunTerms(received, timeout_s, client_window, cache)
         request, _ = self.start(principal, generation, sink, terms)

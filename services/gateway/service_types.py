@@ -27,7 +27,7 @@ from services.rpc.convert.times import seconds_of
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 
-# A request of a fixed-cost model, and one of any kind: all have the same fields beside their inputs.
+# A request of a fixed-cost model, of any kind; all kinds have the same fields besides their inputs.
 RowsMessage = (
     inference_pb2.EmbedRequest
     | inference_pb2.RerankRequest

@@ -34,7 +34,7 @@ class Reservation:
     local: bool = False
     # What the settlement replaces by the real use: slots, and after ``reserve`` tokens and budgets.
     claims: tuple[Claim, ...] = ()
-    # price at which budgets are charged
+    # Price at which budgets are charged.
     price: Price = NO_PRICE
     # The store's time of the admission, which names the periods of budgets.
     admitted_us: int = field(default=0, compare=False)

@@ -245,7 +245,7 @@ class Settings(BaseModel):
 
     @field_validator("model_aliases")
     @classmethod
-    def _apart(cls, value: dict[str, str]) -> dict[str, str]:
+    def _valid_aliases(cls, value: dict[str, str]) -> dict[str, str]:
         for alias in value:
             if len(alias) > 128 or not _ALIAS.fullmatch(alias):
                 raise ValueError(f"the alias {alias!r} needs a capital, _ or one slash, as no deployment has")

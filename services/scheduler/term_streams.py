@@ -59,17 +59,17 @@ class GatewaySession(_Stream):
     them; of all but ``outbox`` only the newest values are sent."""
 
     gateway_id: str
-    # the gateway's zone; empty: unknown
+    # The gateway's zone; empty: unknown.
     zone: str = ""
     # Ends of its placements.
     outbox: list[Outcome] = field(default_factory=list)
-    # pressure of all pools; None: sent
+    # Pressure of all pools; None: sent.
     pressures: tuple[PoolPressure, ...] | None = None
     # The worker list for fallback placement; None: sent.
     members: tuple[PoolMember, ...] | None = None
-    # time at which ``members`` was last set
+    # Time at which ``members`` was last set.
     listed_s: float = -math.inf
-    # leases by worker, version and tenant
+    # Leases by worker, version and tenant.
     leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
     # Requests whose rows an operator asks about.
     questions: list[str] = field(default_factory=list)

@@ -96,9 +96,9 @@ class Submit(EngineMessage, frozen=True):
     produced_ids: Sequence[int] = ()
     # A lower value is admitted first; equal ones in order of arrival.
     priority: int = 0
-    # the id under which logs name this request
+    # The id under which logs name this request.
     request_id: str = ""
-    # how many of its next tokens are computed in steps of their own, since it is a suspect of a crash
+    # How many of its next tokens are computed in steps of their own, since it is a suspect of a crash.
     apart_tokens: int = 0
     # It ends with its prefill, without a token: with the last one's hidden state after the final norm.
     embed: bool = False
@@ -213,7 +213,7 @@ class Ready(EngineMessage, frozen=True):
     full_step_s: float = 0.0
     # Memory that loading and the largest step took in addition to weights and KV.
     working_bytes: int = 0
-    # facts of a fixed-cost model; the working memory of its batch counts as one KV block
+    # Facts of a fixed-cost model; the working memory of its batch counts as one KV block.
     rows: RowModel | None = None
 
 
@@ -237,7 +237,7 @@ class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
     sampled: float
     top_ids: list[int]
     top_logprobs: list[float]
-    # the prompt token's place by probability, from 1; 0: none
+    # The prompt token's place by probability, from 1; 0: none.
     rank: int = 0
 
 
@@ -288,7 +288,7 @@ class Stepped(EngineMessage, frozen=True):
     # Microseconds of step time that each handle was charged so far. They include settled handles; now and
     # then they are complete.
     device_us: dict[int, int] = {}
-    # handles that finished or were cancelled, each once: they are charged no more
+    # Handles that finished or were cancelled, each once: they are charged no more.
     settled: list[int] = []
     # By handle, of those that embed, in the step that finished them: 32-bit little-endian floats.
     embeddings: dict[int, bytes] = {}

@@ -35,7 +35,7 @@ class StepPage:
         self._most = most
         self._next = 0  # slot of the next step
         self._oldest = 0  # slot of the oldest step that has not ended
-        # the decodes whose handles are written in each slot
+        # The decodes whose handles are written in each slot.
         self._written: list[Sequence[Member]] = [[], []]
 
     @classmethod

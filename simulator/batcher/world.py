@@ -30,7 +30,7 @@ from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, Wait
 from services.worker.batcher.policy.window import Window
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
-from simulator.lab.load.arrivals import ArrivalProcess
+from simulator.lab.load.arrivals import Arrivals
 
 KEY: Final = BatchKey.of("sha256:simulated", Operation.INFER, "float32", (), {})
 WARM_UP_RATIO: Final = 0.1  # share of the rows that are not counted, at the start
@@ -40,7 +40,7 @@ WARM_UP_RATIO: Final = 0.1  # share of the rows that are not counted, at the sta
 class OpenLoop:
     """Rows that arrive whatever is answered."""
 
-    arrivals: ArrivalProcess
+    arrivals: Arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ClosedLoop:
     """Clients that send their next row some time after an answer."""
 
     clients: int
-    turnaround_s: float = 1e-3  # mean, of which half is fixed
+    turnaround_s: float = 1e-3  # mean; half of it is fixed
 
 
 @dataclass(frozen=True, slots=True)

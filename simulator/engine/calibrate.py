@@ -89,9 +89,9 @@ class Counters:
     seconds: float
 
     def since(self, earlier: Counters) -> Observation:
-        """Return the work in between. Of each sequence's output the first token comes from its prefill.
+        """Return the work in between. The first token of each sequence's output comes from its prefill.
 
-        Sequences are counted where they ran: of the requests that are sent, others' workers serve some.
+        Sequences are counted where they ran, because other workers serve some of the requests that are sent.
         """
         return Observation(
             self.steps - earlier.steps,

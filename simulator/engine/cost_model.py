@@ -7,7 +7,7 @@
 
 The linear layers of a step compute all of its rows in one pass over the weights, so reading and computing
 overlap and the longer of the two counts (the roofline of Williams et al., CACM 2009): that is why prefill
-tokens beside a small batch of decodes cost next to nothing (Sarathi-Serve, OSDI'24). Attention runs in
+tokens in a step with few decodes cost next to nothing (Sarathi-Serve, OSDI'24). Attention runs in
 kernels of its own between them, so its time adds up: decodes read the KV of every token that they attend to,
 and a prefill chunk computes with all that stands before it. Launching and sampling are the base.
 With ``weight_read_s`` 0 the model is linear, which is the form that a fit yields.
@@ -84,7 +84,7 @@ class CostModel:
         return total_s
 
     def kv_blocks(self, block_size: int) -> int:
-        """Return how many blocks of ``block_size`` tokens its memory holds beside the weights."""
+        """Return how many blocks of ``block_size`` tokens fit into its memory with the weights."""
         return self.kv_memory_bytes // (block_size * self.kv_bytes_per_token)
 
     @property
@@ -154,7 +154,7 @@ DEVICES: Final = {
     "h200": DevicePeaks(989e12, 4800e9, 141 * 10**9),
 }
 
-# shapes of the models' own config.json
+# Shapes of the models' own config.json.
 LLAMA_3_8B: Final = ModelShape(7.50e9, 0.525e9, layers=32, heads=32, kv_heads=8, head_dim=128)
 LLAMA_3_70B: Final = ModelShape(69.5e9, 1.05e9, layers=80, heads=64, kv_heads=8, head_dim=128)
 

@@ -47,7 +47,7 @@ def fit(observations: Sequence[Observation], like: CostModel, *, name: str) -> F
     """Return the linear model nearest to what was measured, with the sizes of ``like``. Raises NotEnough.
 
     seconds = base * steps + prefill * prompt tokens + decode * decoded tokens + attended * KV tokens read.
-    Each row is divided by its seconds, so that short and long ones count alike. A unit of work takes no
+    Each row is divided by its seconds, so that short and long ones count equally. A unit of work takes no
     negative time (Lawson and Hanson's problem NNLS); four unknowns have sixteen active sets, all of which
     are tried.
     """

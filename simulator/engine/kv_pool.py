@@ -3,7 +3,7 @@
 Blocks have no contents here, so they need no identity: a sequence's own block is ``OWN``, a shared one the
 name of its prefix. A prefix block of ``PREFIX_BLOCK_TOKENS`` is several blocks. It belongs to the cache from
 the step that computed it, is held while a sequence uses it, and is free otherwise: evicted, least recently
-used first, when blocks are needed. Of one prefix the end is older than the beginning, since it is of no use
+used first, when blocks are needed. The end of a prefix is older than its beginning, since it is of no use
 without. Output is cached when its sequence gives its blocks up, not block by block.
 """
 

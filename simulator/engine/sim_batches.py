@@ -172,7 +172,7 @@ class SimBatchRun:
         self._process.call_soon(self.crash, reason)  # a process ends after its signal
 
     def crash(self, message: str, code: int = _SIGKILL) -> None:
-        """The process ends, by default killed. Without effect once it has ended."""
+        """The process ends, by default killed. It has no effect once it has ended."""
         self._end(Crashed(code, message, cause_of(code)))
 
     def hang(self) -> None:

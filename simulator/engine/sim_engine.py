@@ -5,7 +5,7 @@ nothing else can happen are one event: while the same sequences decode, no other
 credit or block limit is reached, the plan of each next step is fixed. What such a *window* holds is written
 down at its end. A command that arrives meanwhile ends it with the step that is under way, which is when a
 real engine would have read the command. The result is that of step-by-step execution, token by token and time
-by time; only the report of a window's tokens waits: for its end, and for that of a single step that follows
+by time; only the report of a window's tokens waits for its end, and for that of a single step that follows
 it, ``coalesce_s`` at most.
 """
 
@@ -113,7 +113,7 @@ class _StepOfTime(StepPage):
         self._running = True
 
     def ended(self) -> None:
-        """Not yet."""
+        """Ignored: the step ends at its time in ``over``."""
 
     def over(self) -> None:
         """Clear the step, if there is one."""
@@ -252,7 +252,7 @@ class SimEngine:
         if self.stuck is not None:
             return  # The engine stands in the middle of a step.
         self._engine.check_integrity()
-        # sequences that end with the step under way
+        # Sequences that end with the step under way.
         ending = 0 if self._event is None else len(self._event.finished)
         live = self._planner.running + self._planner.waiting + ending
         assert len(self._intake.live) == live, "a sequence is kept"
@@ -369,7 +369,7 @@ class SimEngine:
                 return 1
             left = tokens.end - length - 1
             if sequence.pause_at < tokens.prompt_tokens + sequence.limits.max_tokens:
-                # Its reader gives credit as it reads: what is told late is to leave it time for that.
+                # The reader gives credit as it reads, so a late report must leave it time for that.
                 left = min(left, (sequence.pause_at - length) // 2)
             else:
                 left = min(left, sequence.pause_at - length - 1)

@@ -71,7 +71,7 @@ class SimIntake(Intake):
             scored=command.scored_tokens,
         )
         sequence.set_credit(command.credit_limit)
-        sequence.set_apart(command.apart_tokens)
+        sequence.run_alone(command.apart_tokens)
         self.live[command.handle] = sequence
         return sequence
 

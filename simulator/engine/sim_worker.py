@@ -188,7 +188,7 @@ class SimEngineRun:
         self.crash(reason)
 
     def crash(self, message: str, code: int = _SIGKILL) -> None:
-        """The engine's process ends, by default killed. Without effect once it has ended."""
+        """The engine's process ends, by default killed. It has no effect once it has ended."""
         self._end(Crashed(code, message, cause_of(code), self.members))
 
     def _ready(self) -> None:

@@ -49,7 +49,7 @@ class FaultKind(StrEnum):
     STALE_GATEWAY = "stale_gateway"  # cut off from the store alone
 
 
-# faults of a fleet with control planes
+# Faults of a fleet with control planes.
 ROLLOUT_FAULTS: Final = frozenset(
     {FaultKind.PLANE_CRASH, FaultKind.PLANE_PAUSE, FaultKind.LEDGER_OUTAGE, FaultKind.STALE_GATEWAY}
 )
@@ -83,7 +83,7 @@ class InjectedFault:
     """One fault."""
 
     kind: FaultKind
-    # time since the start of the load
+    # Time since the start of the load.
     at_s: float
     # It is healed so long after it struck.
     for_s: float

@@ -1,6 +1,6 @@
 """The load and the fleet of a fairness seed: few workers, and two to four tenants that nearly always wait.
 
-What the bound of fairness is made of is small here beside the demand: an order that is unfair exceeds it.
+The demand far exceeds what the bound of fairness consists of, so an unfair order exceeds the bound.
 """
 
 from __future__ import annotations

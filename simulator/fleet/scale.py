@@ -149,7 +149,8 @@ def is_whole(report: RunReport) -> bool:
 
 
 def is_bounded(rss_mib_at_percent: Mapping[int, int]) -> bool:
-    """Return whether memory stopped growing with the requests. Of a run that was not measured there, True.
+    """Return whether memory stopped growing with the requests. A run that was not measured there counts as
+    bounded.
 
     Caches and logs fill up in the first half of a run, so that what comes on top in the second is kept of
     requests that are gone. Anything kept of each of them that weighs a third of all else at half time makes

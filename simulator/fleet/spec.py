@@ -22,8 +22,8 @@ ROWS_DIGEST: Final = "sha256:" + "52" * 32
 
 @dataclass(frozen=True, slots=True)
 class TenantSpec:
-    """A customer and its limits; 0 is none. ``degraded_tokens``: of which length it takes outputs under
-    pressure."""
+    """A customer and its limits; 0 is none. ``degraded_tokens`` is the length to which its outputs may be cut
+    under pressure."""
 
     name: str
     weight: float = 1.0
@@ -61,8 +61,8 @@ class WorkerSpec:
 class VersionSpec:
     """A version that the workers can load; the first of a fleet is the deployment's.
 
-    ``step_ratio``: of the time of its steps to that of the worker's cost model. ``load_s``: until its first
-    engine in a life of a worker is ready; ``loads``: whether it ever is.
+    ``step_ratio`` times the time of the worker's cost model is the time of its steps. ``load_s`` passes until
+    its first engine in a life of a worker is ready; ``loads`` states whether it ever is.
     """
 
     digest: str = VERSION_DIGEST
@@ -74,7 +74,7 @@ class VersionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowsSpec:
-    """A fixed-cost version that the first ``workers`` serve beside the others. ``costs``: measured model.
+    """A fixed-cost version that the first ``workers`` also serve. ``costs`` names a measured model.
 
     ``by_layers``: see ``SimRowVersion``.
     """
@@ -110,11 +110,11 @@ class FleetSpec:
     slow_reader_s: float = 30.0
     # How long an engine loads; None: as its cost model has it.
     engine_restart_s: float | None = None
-    # how long an engine may keep steps without events to itself
+    # How long an engine may keep steps without events to itself.
     coalesce_s: float = 0.1
     # The gateways have a record store.
     idempotency: bool = True
-    # how long Redis stores that a request was settled
+    # How long Redis stores that a request was settled.
     settled_keep_s: float = SETTLED_KEEP_S
     # Every process has clocks of its own.
     skewed: bool = False
@@ -122,7 +122,7 @@ class FleetSpec:
     # Control planes. Without one, each worker has the first version assigned; with them, gateways report to
     # the leading one, and it assigns ``replicas``.
     planes: int = 0
-    # replicas of the deployment; 0: one on each worker
+    # Replicas of the deployment; 0: one on each worker.
     replicas: int = 0
     # A pool of a fixed-cost version; without control planes only.
     rows: RowsSpec | None = None

@@ -1,12 +1,12 @@
-"""Tenants that both wait all the time are served alike, up to the bound that the policy derives.
+"""Tenants that both wait all the time get equal service, up to the bound that the policy derives.
 
 Two counts, each by tenant and class, in weighted tokens over weight, and each made without the scheduler's
 counters: what was granted, at each grant, a sequence counted with what it turns out to cost; and what
 workers computed, as they charge it, cached prompt tokens as cached. Two tenants of a class are compared from
 when both wait until one of them has nothing waiting; a failover begins all anew.
 
-What the bounds are made of is what was seen: the largest sequence, the most that one tenant had in flight,
-and the most by which its advances were wrong together, each over its weight.
+The bounds follow from what was observed: the largest sequence, the most that one tenant had in flight,
+and the largest sum of errors of its advances, each over its weight.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class FairnessInvariant(GrantListener, Invariant):
         seen.wrong = max(seen.wrong, tenant.wrong)
 
     def bounds(self) -> tuple[float, float]:
-        """Return the most by which two tenants may come apart in any interval: in what is granted, and in
+        """Return the largest difference of two tenants in any interval: in what is granted, and in
         what is computed."""
         seen = self._seen
         known = self._predictable and self._terms <= 1

@@ -58,10 +58,11 @@ def service_bound(
     """Return the most by which the service of two tenants differs, over their weights, in any interval in
     which both always had something waiting, in the same class, that may use the same workers.
 
-    As in ``granted_bound``; besides, ``in_flight_tokens`` is the cost of everything granted and not finished
-    at one time (slots times the largest sequence at most), ``unreported_tokens`` what workers produce for one
-    tenant between two reports. Estimates are off by all of what is in flight at most, which is the default.
-    Each of ``failovers`` of the leader in the interval loses one report's worth of a counter.
+    The other parameters are those of ``granted_bound``. ``in_flight_tokens`` is the cost of everything
+    granted and not finished at one time (slots times the largest sequence at most), ``unreported_tokens``
+    what workers produce for one tenant between two reports. Estimates are off by all of what is in flight at
+    most, which is the default. Each of ``failovers`` of the leader in the interval loses one report's worth
+    of a counter.
     """
     wrong = in_flight_tokens if estimate_tokens is None else estimate_tokens
     apart = granted_bound(

@@ -449,7 +449,7 @@ def _name(task: Task[Any]) -> str:
 
 
 def run(main: Coroutine[Any, Any, T], *, limits: Limits | None = None) -> T:
-    """Return what ``main`` returns, on a loop of its own. What it leaves running is dropped, not ended."""
+    """Return what ``main`` returns, on a new loop. What it leaves running is dropped, not ended."""
     with VirtualTimeLoop(limits) as loop:
         return loop.run_until_complete(main)
 

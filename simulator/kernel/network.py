@@ -137,7 +137,7 @@ class Network:
                 self._latencies[way] = latency
 
     def cut(self, source: str, target: str, *, both: bool = True) -> None:
-        """Messages wait, as TCP sends them again; new connections are not answered. Until ``heal``."""
+        """Until ``heal`` messages wait, as TCP sends them again, and new connections are not answered."""
         self._cuts.setdefault((source, target), {})
         if both:
             self._cuts.setdefault((target, source), {})

@@ -34,7 +34,7 @@ TIE: Final = 0.01  # far below any difference in the score that it breaks
 
 
 class ArrivalOrder(FairOrder[QueuedPlacement]):
-    """First come, first served: by class and arrival; a class waits one head start for each step below the
+    """First come, first served by class and arrival; a class waits one head start for each step below the
     highest. The counters are kept, and nothing is ordered by them."""
 
     def __init__(self, policy: OrderPolicy, shares: dict[Priority, FairShares]) -> None:
@@ -72,7 +72,7 @@ ARRIVAL: Final = QueueDiscipline(ArrivalOrder, (BypassLimit,))
 class NextInTurn:
     """Round robin: scores highest the worker after the last one used that has room.
 
-    Holds the turn, so that every scheduler needs one of its own. A query that is scored is placed, and all
+    It holds the turn, so that every scheduler needs its own. A query that is scored is placed, and all
     its candidates are scored in a row: a query that was not the last one takes the next turn.
     """
 

@@ -15,7 +15,7 @@ from simulator.lab.load.traces import TraceCut, TraceRow, cut, read_trace
 from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
+from simulator.lab.scenario import Options, Scenario, ScenarioError
 from simulator.lab.scenarios import faults, loads
 
 WORKERS: Final = 8
@@ -31,7 +31,7 @@ class RecordedTrace:
     rows: int
     # Factor of the lengths.
     length_ratio: float
-    # load as a share of what the fleet can serve without a cache
+    # Load as a share of what the fleet can serve without a cache.
     load_ratio: float
     slo: Slo
     synthetic: Callable[[int], Iterator[TraceRow]]
@@ -83,7 +83,7 @@ class Figures:
     cached_ratio: float
     refused_ratio: float
     jain: float
-    # 95th percentile over all tenants but the whale
+    # 95th percentile over all tenants but the whale.
     minnow_ttft_p95_s: float = 0.0
     # Infinite if the slow worker is never found, so that a median over seeds counts that as worst.
     found_after_s: float = 0.0
@@ -143,7 +143,7 @@ def _or_never(value: float | None) -> float:
 
 
 def _of_trace(case: Case, trace: RecordedTrace) -> Scenario:
-    options = ScenarioOptions(workers=WORKERS, seed=case.seed, preset=trace.preset)
+    options = Options(workers=WORKERS, seed=case.seed, preset=trace.preset)
     fleet = replay.trace_fleet(options)
     # Each seed replays another part of the trace.
     part = TraceCut(
@@ -187,5 +187,5 @@ def _whale(case: Case) -> Scenario:
     return loads.whale(options) if case.workload == WHALE else loads.whale_capped(options)
 
 
-def _options(case: Case, duration_s: float) -> ScenarioOptions:
-    return ScenarioOptions(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)
+def _options(case: Case, duration_s: float) -> Options:
+    return Options(workers=WORKERS, seed=case.seed, duration_s=duration_s * case.size_ratio)

@@ -15,7 +15,7 @@ from simulator.lab.load.traces import TraceError
 from simulator.lab.report.report import LabReport
 from simulator.lab.report.table import aligned, text
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
+from simulator.lab.scenario import Options, Scenario, ScenarioError
 from simulator.lab.scenarios import catalog
 
 TRACES: Final = "FAIRWAY_TRACES"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if report.violations else 0
 
 
-def _scenario(name: str, options: ScenarioOptions) -> Scenario:
+def _scenario(name: str, options: Options) -> Scenario:
     return replay.scenario(name, options) if replay.is_trace(name) else catalog.load(name, options)
 
 
@@ -63,8 +63,8 @@ def write(report: LabReport, folder: Path) -> None:
     print(target)
 
 
-def _options(parsed: argparse.Namespace) -> ScenarioOptions:
-    return ScenarioOptions(
+def _options(parsed: argparse.Namespace) -> Options:
+    return Options(
         workers=parsed.workers,
         seed=parsed.seed,
         duration_s=parsed.duration,

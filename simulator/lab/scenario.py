@@ -23,13 +23,13 @@ class ScenarioError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ScenarioOptions:
+class Options:
     """What a caller may choose; None leaves it to the scenario."""
 
     workers: int = 8
     seed: int = 0
     duration_s: float | None = None
-    # rate of the whole fleet
+    # Rate of the whole fleet.
     rate_per_s: float | None = None
     # The rate as a share of what the fleet can serve at most.
     load_ratio: float | None = None
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class ScenarioScript:
+class Script:
     """A plan: its steps in order of time."""
 
     steps: tuple[Step, ...]
@@ -88,7 +88,7 @@ class Scenario:
 
 
 def fleet_of(
-    options: ScenarioOptions,
+    options: Options,
     tenants: Sequence[TenantSpec],
     *,
     max_context_tokens: int = 16_384,
@@ -117,7 +117,7 @@ def fleet_of(
 
 
 def rate_of(
-    options: ScenarioOptions,
+    options: Options,
     fleet: FleetSpec,
     *,
     prompt_tokens: float,

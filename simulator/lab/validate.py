@@ -17,7 +17,7 @@ from simulator.fleet.fleet import simulate
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import LogNormal
-from simulator.lab.load.load import LoadStream, merged
+from simulator.lab.load.load import Stream, merged
 from simulator.lab.report.measure import Group, RecordCollector, Slo
 
 WORKERS: Final = 2
@@ -58,7 +58,7 @@ def idle_load() -> list[SimRequest]:
 
 def busy_load(seed: int, *, load_s: float = LOAD_S) -> list[SimRequest]:
     """Return a load that fills the fleet to about three quarters: some requests wait."""
-    stream = LoadStream("default", Poisson(RATE_PER_S), _PROMPT, _OUTPUT)
+    stream = Stream("default", Poisson(RATE_PER_S), _PROMPT, _OUTPUT)
     return list(merged([stream], seed=seed, duration_s=load_s))
 
 

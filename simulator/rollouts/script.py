@@ -89,7 +89,7 @@ _FAULTS: Final = (
 )
 
 
-# the strategy of each of ten seeds, one of each kind
+# The strategy of each of ten seeds, one of each kind.
 _STRATEGIES: Final = (
     RolloutStrategy.CANARY,
     RolloutStrategy.CANARY,
@@ -110,7 +110,7 @@ def strategy_of(seed: int) -> RolloutStrategy:
 
 
 def is_judged(seed: int, phase: RolloutPhase | None) -> bool:
-    """Whether requests of the phase are compared, or compared with: of a canary, those of its steps."""
+    """Whether requests of the phase are judged or are the baseline; a canary's are those of its steps."""
     if strategy_of(seed) in FULL:
         return phase in (RolloutPhase.LOADING, RolloutPhase.SOAKING)
     return phase is RolloutPhase.RUNNING

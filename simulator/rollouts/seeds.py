@@ -43,7 +43,7 @@ class RolloutResult:
     kind: CandidateKind
     # How many faults of each kind were carried out.
     faults: dict[str, int]
-    # phases in order; ``why`` is the reason of the last one
+    # Phases in order; ``why`` is the reason of the last one.
     phases: tuple[RolloutPhase, ...]
     why: str
     # Writes of the rollout, by process.

@@ -78,7 +78,7 @@ class FleetRecord(msgspec.Struct, frozen=True):
     children: Mapping[str, ProcessId]
     addresses: Mapping[str, str]
     phase: str
-    # restarts of each process that was restarted
+    # Restarts of each process that was restarted.
     restarts: Mapping[str, Restarts] = {}
 
     def save(self, path: Path) -> None:

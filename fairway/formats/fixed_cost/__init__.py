@@ -1,1 +1,1 @@
-"""Models of which every request is one forward pass: which are served, by their small files."""
+"""Models that answer a request with one forward pass: which are served, by their small files."""

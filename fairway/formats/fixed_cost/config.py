@@ -1,4 +1,4 @@
-"""The model that a folder declares, of those of which every request is one forward pass."""
+"""The model that a folder declares, if it answers a request with one forward pass."""
 
 from __future__ import annotations
 

@@ -118,11 +118,11 @@ class EncoderConfig:
     padding_id: int
     norm_eps: float
     activation: str
-    # labels of a sequence or a token; 0 for an embedding
+    # Labels of a sequence or a token; 0 for an embedding.
     labels: int
     score: Score = "sigmoid"  # how a reranker makes a score of a logit
     classes: Classes = NO_CLASSES  # the labels of a sequence
-    # how an embedding is made of the tokens' states
+    # How an embedding is made of the tokens' states.
     pooling: Pooling = "mean"
     normalize: bool = False
     lowercase: bool = False  # texts are lowercased before their tokenizer
@@ -205,7 +205,7 @@ def labels_of(fields: Mapping[str, Any]) -> int:
 def classes_of(fields: Mapping[str, Any]) -> Classes:
     """Return the names of ``id2label`` and the activation of ``problem_type``. Raises UnsupportedModel.
 
-    Without names they are those of transformers.
+    A configuration without names gets those of transformers.
     """
     count = labels_of(fields)
     named: Any = fields.get("id2label")

@@ -170,7 +170,8 @@ class FolderBlobs:
 
 
 class _Upload:
-    """A locked temporary file that becomes a blob or is removed by ``close``. For one thread at a time."""
+    """A locked temporary file that becomes a blob or is removed by ``close``. Only one thread at a time may
+    call it."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class _Upload:
 
 
 class _Reader:
-    """An open blob, from ``open_verified`` until ``close``. For one thread at a time."""
+    """An open blob, from ``open_verified`` until ``close``. Only one thread at a time may call it."""
 
     def __init__(self, digest: str, path: Path) -> None:
         self._digest = digest

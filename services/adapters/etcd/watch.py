@@ -92,7 +92,7 @@ class Batches:
         self._revision = after_revision
         self._progress_in_order = progress_in_order
         self._ordered: bool | None = None
-        # events of one response: etcd puts at most 1000 revisions in it
+        # Events of one response: etcd puts at most 1000 revisions in it.
         self._events: list[KeyChanged | KeyRemoved] = []
 
     async def add(self, message: Any) -> WatchBatch | None:

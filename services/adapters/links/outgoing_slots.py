@@ -19,7 +19,7 @@ class SlotsMessage:
 
     demands: Sequence[SlotDemand] = ()
     returned: Sequence[SlotReturn] = ()
-    # explanations by request; None: nothing is stored
+    # Explanations by request; None: nothing is stored.
     explained: Mapping[str, RowsExplanation | None] = field(default_factory=dict)
 
 

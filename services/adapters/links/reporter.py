@@ -84,7 +84,7 @@ class ReporterSettings:
     max_unanswered: int = 64
     # A leader that sends heartbeats but no answer for this long counts as unresponsive.
     answer_s: float = 4.0
-    # pauses between attempts to reach a leader
+    # Pauses between attempts to reach a leader.
     backoff: Backoff = _BACKOFF
 
 

@@ -83,7 +83,8 @@ class Outgoing:
 
 
 class WorkerLink:
-    """One stream to one worker, from its opening until it breaks or is idle for too long. Not reopened."""
+    """One stream to one worker, from its opening until it breaks or is idle for too long. It is not
+    reopened."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class ModelFiles:
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
-        # sizes of links by inode, for each folder that is being fetched
+        # Sizes of links by inode, for each folder that is being fetched.
         self._linked: dict[str, dict[int, int]] = {}
         self._uses = 0
         self._opened = False

@@ -35,7 +35,7 @@ _SCRIPTS: Final = Path(__file__).parent / "lua"
 _LANES: Final = 4
 _IDLE_S: Final = 1.0
 _REFUSED_S: Final = 5.0
-# what each word of the server's answer means
+# What each word of the server's answer means.
 _REFUSALS: Final = {
     "maxmemory": "its memory is full",
     "MISCONF": "its disk does not take its log",

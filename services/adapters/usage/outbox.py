@@ -102,7 +102,7 @@ class DiskOutbox:
     ) -> None:
         """``source`` is unique to this life of the process."""
         self._folder = folder
-        self._apart = RefusedEvents(folder / "refused")
+        self._aside = RefusedEvents(folder / "refused")
         self._source = source
         self._reports = reports
         self._clock = clock
@@ -113,8 +113,8 @@ class DiskOutbox:
         self._added_bytes = 0
         self._next = 1  # number of the next event
         self._lost = 0
-        self._passed: dict[str, set[int]] = {}  # numbers that are set apart, or lost here, by source
-        self._suspects: list[str] = []  # names of events set apart since the ledger last took one
+        self._passed: dict[str, set[int]] = {}  # numbers that are set aside, or lost here, by source
+        self._suspects: list[str] = []  # names of events set aside since the ledger last took one
         self._refused = ""
         self._wake = asyncio.Event()  # something was added
         self._to_send = asyncio.Event()
@@ -138,9 +138,9 @@ class DiskOutbox:
     @property
     def notice(self) -> str:
         """What an operator has to look at, while no request is rejected for it."""
-        if not self._apart.count:
+        if not self._aside.count:
             return ""
-        return f"{self._apart.count} refused usage events or damaged files are set apart in the outbox"
+        return f"{self._aside.count} refused usage events or damaged files are set apart in the outbox"
 
     @property
     def _full(self) -> bool:
@@ -172,7 +172,7 @@ class DiskOutbox:
         """
         if self._lock < 0:
             self._lock = await in_thread(own_folder, self._folder)
-        await in_thread(self._apart.release, self._folder)
+        await in_thread(self._aside.release, self._folder)
         found = await in_thread(_files_in, self._folder)
         self._stored_bytes = sum(file.size_bytes for file in found)
         self._files.extend(found)
@@ -226,7 +226,7 @@ class DiskOutbox:
         log.error("usage.ledger_fails", suspects=len(self._suspects))
         for name in self._suspects:
             try:
-                size_bytes = await in_thread(self._apart.release_one, name, self._folder)
+                size_bytes = await in_thread(self._aside.release_one, name, self._folder)
             except OSError as error:
                 log.error("usage.disk_failed", file=name, error=repr(error))
                 continue  # the next life sends it
@@ -333,7 +333,7 @@ class DiskOutbox:
                     log.info("usage.not_sent", source=file.source, reason=error.reason)
                     return False
             if len(events) == 1:
-                return await self._set_apart(file.source, events[0], error)
+                return await self._set_aside(file.source, events[0], error)
         half = len(events) // 2
         if not await self._deliver(file, events[:half]):
             return False
@@ -350,17 +350,17 @@ class DiskOutbox:
                 passed.difference_update([number for number in passed if number <= last])
                 self._suspects.clear()
                 return True
-            # Earlier events of the source are not here any more: the disk lost them, or they are set apart.
+            # Earlier events of the source are not here any more: the disk lost them, or they are set aside.
             lost_until, apart = first - 1, sum(last < number < first for number in passed)
             if lost_until - last > apart:
                 log.error("usage.events_missing", source=file.source, after=last, before=first, apart=apart)
         return False
 
-    async def _set_apart(self, source: str, event: pb.UsageEvent, error: FairwayError) -> bool:
+    async def _set_aside(self, source: str, event: pb.UsageEvent, error: FairwayError) -> bool:
         """Return whether the next event is to be sent; after an internal error this one waits for room."""
         number, name = event.number, name_of(source, event.number)
         event.ClearField("number")
-        kept = await in_thread(self._apart.keep, name, framed(event.SerializeToString()))
+        kept = await in_thread(self._aside.keep, name, framed(event.SerializeToString()))
         if not is_final(error):
             if not kept:
                 return False
@@ -388,7 +388,7 @@ class DiskOutbox:
             if error.errno not in _UNREADABLE:
                 raise
             log.error("usage.file_unreadable", file=path.name, error=repr(error))
-            self._apart.move_unreadable(path)
+            self._aside.move_unreadable(path)
             file.cut = True
             return []
         found = read_frames(data)
@@ -400,7 +400,7 @@ class DiskOutbox:
             log.warning("usage.file_torn", file=path.name, events=len(events))
         elif found.damaged:
             file.cut = found.damaged[-1][1] == len(data)
-            kept = self._apart.keep_damaged(path)
+            kept = self._aside.keep_damaged(path)
             begin, end = found.damaged[0]
             log.error("usage.file_damaged", file=path.name, begin=begin, end=end, kept=kept)
         return events
@@ -428,7 +428,7 @@ class DiskOutbox:
         metrics.level(
             "fairway_usage_outbox_refused",
             "Usage events that the ledger refused for good and damaged outbox files, which are set apart",
-            lambda: float(self._apart.count),
+            lambda: float(self._aside.count),
         )
 
 

@@ -104,7 +104,7 @@ def plan(
         name = base_name(deployment.meta.name)
         split = splits.get(name)
         if split is not None and split.route.by_worker and name == deployment.meta.name:
-            deployment = _beside_arms(deployment, split, hosts)
+            deployment = _yielding_to_arms(deployment, split, hosts)
         missing = _settle(deployment, hosts, split, terms.get(name, NO_TERMS))
         if missing is not None:
             unplaced.append(missing)
@@ -128,7 +128,7 @@ def _arms(deployment: Deployment, split: RevisedRoute | None) -> list[Deployment
     ]
 
 
-def _beside_arms(deployment: Deployment, split: RevisedRoute, hosts: Sequence[Host]) -> Deployment:
+def _yielding_to_arms(deployment: Deployment, split: RevisedRoute, hosts: Sequence[Host]) -> Deployment:
     """Return the wish for the stable version of a split whose arms take its workers.
 
     It leaves one worker at a time: the next only when every arm that has a worker is READY there.

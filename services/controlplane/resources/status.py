@@ -25,7 +25,7 @@ from services.core.records import (
 )
 
 MAX_MESSAGE_CHARS: Final = 1024
-# states whose message may be about limited service
+# States whose message may be about limited service.
 _EXPLAINED: Final = (VersionState.FAILED, VersionState.READY)
 
 

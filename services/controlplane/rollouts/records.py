@@ -22,7 +22,7 @@ class RolloutStrategy(StrEnum):
     CANARY = "canary"  # growing weights, each judged
     AB = "ab"  # fixed weights until an operator decides
     SHADOW = "shadow"  # copies of requests, whose results are dropped
-    BLUE_GREEN = "blue_green"  # all replicas beside the stable ones, then all traffic
+    BLUE_GREEN = "blue_green"  # all replicas are added to the stable ones, then all traffic moves
     INSTANT = "instant"  # a blue_green that is final as soon as its gate passes
 
 

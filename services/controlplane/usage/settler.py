@@ -25,7 +25,7 @@ from services.ports.clock import Clock
 log = structlog.get_logger()
 
 UNMATCHED_S: Final = 30.0
-# time after the last report in which a lapse may follow; longer than any lease
+# Time after the last report in which a lapse may follow; longer than any lease.
 LAPSES_WITHIN_S: Final = 600.0
 _EACH_S: Final = 5.0
 _AT_ONCE: Final = 1000
@@ -37,8 +37,8 @@ class LapsedReservations(Protocol):
     async def checkpoint(self, tenant_id: str, request_id: str, usage: Usage) -> None:
         """Raise the usage with which the reservation is settled if it lapses.
 
-        A lapsed one that was charged already is charged the difference. Without effect once its gateway
-        settled it.
+        A lapsed one that was charged already is charged the difference. It has no effect once its
+        gateway settled it.
         """
 
     async def settle_lapsed(self, tenant_id: str) -> int:

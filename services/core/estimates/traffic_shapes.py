@@ -39,7 +39,7 @@ class RequestShape(Struct, frozen=True, gc=False):
     sampling: SamplingKind
 
 
-# shapes that are assumed for a version without traffic so far
+# Shapes that are assumed for a version without traffic so far.
 DEFAULT_SHAPES: Final = (
     RequestShape(256, 8, SamplingKind.SAMPLED),
     RequestShape(32, 16, SamplingKind.GREEDY),

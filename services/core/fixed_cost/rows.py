@@ -35,7 +35,7 @@ class RowSpec(Struct, frozen=True):
     time_left_s: float = 0.0  # time until the client's deadline; 0: none
     traceparent: str = ""
     transport_s: float = 0.0  # time there and back of 99 of 100 rows, as the gateway observed; 0: unknown
-    # target from the request's receipt to the answer, by the class's objective; 0: none
+    # Target from the request's receipt to the answer, by the class's objective; 0: none.
     target_s: float = 0.0
     waited_s: float = 0.0  # how much of the target had passed when the row was sent
 

@@ -21,14 +21,14 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
     max_tokens: int = 0  # longest row in tokens, or largest image in tiles; 0: rows have no length
     vocab_size: int = 0
-    # whether an embedding has length 1; the next two fields say to what sizes it may be cut
+    # Whether an embedding has length 1; the next two fields state to what sizes it may be cut.
     normalized: bool = False
     may_be_cut: bool = False
     dimensions: tuple[int, ...] = ()  # the only sizes of a cut; empty: any
     lowercase: bool = False  # texts are lowercased before their tokenizer
     score: Score = "sigmoid"  # how a score is made of a logit
     classes: Classes = NO_CLASSES  # the labels of a model that classifies
-    # whether rows are sequences of a decoder that end with their prefill
+    # Whether rows are sequences of a decoder that end with their prefill.
     by_prefill: bool = False
 
     @property

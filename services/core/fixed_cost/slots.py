@@ -29,7 +29,7 @@ class SlotLease:
     worker, version and tenant."""
 
     worker_id: str
-    # address of its gRPC server
+    # Address of its gRPC server.
     address: str
     # Life of the worker that it is for.
     incarnation: int
@@ -40,7 +40,7 @@ class SlotLease:
     tenant: str
     # Rows that may be in flight; 0: taken back.
     slots: int
-    # lifetime from receipt
+    # Lifetime from receipt.
     ttl_s: float
     # Another for every change of its slots; a renewal has the same.
     number: int = 0

@@ -39,7 +39,7 @@ CALL_FORMS: Final[Mapping[str, CallForm]] = {
     "deepseek-v3": _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```", "\n"),
     "deepseek-v31": _deepseek("", "<｜tool▁sep｜>", "", ""),
 }
-# the forms of reasoning by name
+# The forms of reasoning by name.
 REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = {"think": _THINK, "think-brackets": _BRACKET_THINK}
 FORM_NAMES: Final = (*CALL_FORMS, *REASONING_FORMS, "none")
 

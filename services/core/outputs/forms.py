@@ -22,9 +22,9 @@ class CallForm:
     begin: str
     middle: str
     close: str
-    # what stands in place of ``begin`` from the second call on
+    # What stands in place of ``begin`` from the second call on.
     again: str
-    # what follows the last call
+    # What follows the last call.
     last: str = ""
     # How many letters and digits the template takes as the id of a call; 0: any.
     id_chars: int = 0
@@ -40,9 +40,9 @@ class OutputForm:
     thinking: bool = False
     # Whether calls are held to their form and to JSON while they are generated.
     held: bool = False
-    # names that calls may have where nothing holds them; empty: any
+    # Names that calls may have where nothing holds them; empty: any.
     names: tuple[str, ...] = ()
     # The token that closes the reasoning; None: it is not one token of the version.
     reasoning_end: int | None = None
-    # the name in calls and the client's name of each tool whose name is too long for the model
+    # The name in calls and the client's name of each tool whose name is too long for the model.
     renamed: tuple[tuple[str, str], ...] = ()

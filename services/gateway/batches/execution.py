@@ -64,12 +64,12 @@ from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_tem
 
 log = structlog.get_logger()
 T = TypeVar("T")
-# most bytes of lines that are read ahead, and of results that wait for an earlier one
+# Most bytes of lines that are read ahead, and of results that wait for an earlier one.
 AHEAD_BYTES: Final = 32 * 1024**2
 _RETRY: Final = Backoff(0.2, 30.0)
 _STORE_RETRY_S: Final = 0.5
 _LOOK_S: Final = 0.5
-# input bytes that are split at once
+# Input bytes that are split at once.
 _PIECE_BYTES: Final = 64 * 1024
 _NOBODY: Final = Meta("nobody")
 

@@ -28,7 +28,7 @@ from services.gateway.batches.records import (
     owner_key,
 )
 from services.gateway.batches.store import OwnedBatch, OwnershipLost
-from services.gateway.policy.batch_turns import UnfinishedBatch, beside_older, next_batches, yielding_turn
+from services.gateway.policy.batch_turns import UnfinishedBatch, next_batches, not_oldest, yielding_turn
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
@@ -38,9 +38,9 @@ from services.runtime.supervisor import Supervisor, first_of
 log = structlog.get_logger()
 _LOOK_S: Final = 0.5
 _PAUSE_S: Final = 1.0
-# pause after another request ran: the next one would find its workers taken
+# Pause after another request ran: the next one would find its workers taken.
 _BUSY_S: Final = 5.0
-# pause after an unexpected failure, so that one batch cannot keep a gateway busy
+# Pause after an unexpected failure, so that one batch cannot keep a gateway busy.
 _CRASH_PAUSE_S: Final = 10.0
 
 
@@ -71,7 +71,7 @@ class _Turn:
     execution: BatchExecution
     began_s: float
     task: asyncio.Task[None]
-    # whether the batch is stalled, as its owner's key states it
+    # Whether the batch is stalled, as its owner's key states it.
     stalled: bool = False
     # Its task was cancelled: a second time would interrupt the release of the batch.
     leaving: bool = False
@@ -251,9 +251,9 @@ class BatchOwner:
         if not self._turns:
             return
         running = self._running()
-        beside, tenants = beside_older(running), {batch.tenant for batch in running}
+        younger, tenants = not_oldest(running), {batch.tenant for batch in running}
         for turn in self._turns.values():
-            if turn.name[1] in beside and not turn.stalled:
+            if turn.name[1] in younger and not turn.stalled:
                 turn.leave()
         ending, tenants_waiting = self._ending(), set[str]()
         for batch in self._waiting():

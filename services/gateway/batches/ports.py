@@ -29,15 +29,15 @@ class LineCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """In seconds."""
+    """The times of a batch in seconds."""
 
-    # interval of committing results
+    # Interval of committing results.
     commit_s: float = 1.0
-    # wait of a result for an earlier line before it is stored separately; far less than keys keep answers
+    # Wait of a result for an earlier line before it is stored separately; far less than keys keep answers.
     early_s: float = 5.0
-    # time for lines that run when the batch is cancelled or expires
+    # Time for lines that run when the batch is cancelled or expires.
     grace_s: float = 30.0
-    # lifetime of result files
+    # Lifetime of result files.
     retention_s: float = 30 * 86_400.0
 
 
@@ -56,11 +56,11 @@ class BatchPorts:
     status_of: Callable[[BatchRecord], BatchStatus]
     # Counts a line by its outcome.
     count: Callable[[str], None]
-    # Returns how many bytes the tenant may store beside its files.
+    # Returns how many bytes the tenant may store in addition to its files.
     room_bytes: Callable[[str], int]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
-    # size of a result file's parts
+    # Size of a result file's parts.
     part_bytes: int = OUTPUT_PART_BYTES
     # Lines that are read ahead of the first one without a result.
     ahead_lines: int = 512

@@ -22,7 +22,7 @@ BATCH_OWNERS: Final = "/fairway/v1-batch-owners/"
 # Of an uploaded file, and of a file that a batch writes: that part is written again until it is full.
 PART_BYTES: Final = 4 * 1024**2
 OUTPUT_PART_BYTES: Final = 1024**2
-# most parts of one file: its record stays far below the largest value of etcd
+# Most parts of one file: its record stays far below the largest value of etcd.
 MAX_PARTS: Final = 1024
 MAX_LINES: Final = 50_000
 MAX_PROBLEMS: Final = 100
@@ -71,7 +71,7 @@ class StoredFile:
     filename: str
     purpose: FilePurpose
     create_unix_s: float
-    # time from which it is not found, and its parts are deleted
+    # Time from which it is not found, and its parts are deleted.
     expire_unix_s: float
     parts: tuple[FilePart, ...] = ()
     # A hash of the bytes of a file with a client's idempotency key.
@@ -104,7 +104,7 @@ class BatchRecord:
     # The names of the files that it writes, from its creation on.
     output_file_id: str
     error_file_id: str
-    # the completion window as the client sent it
+    # The completion window as the client sent it.
     window: str
     create_unix_s: float
     expire_unix_s: float

@@ -36,7 +36,7 @@ class ResultWindow:
 
     first: int
     _held: dict[int, LineResult] = field(default_factory=dict)
-    # time of each result that is stored nowhere, in monotonic seconds, the oldest first
+    # Time of each result that is stored nowhere, in monotonic seconds, the oldest first.
     _came_s: dict[int, float] = field(default_factory=dict)
 
     @property

@@ -46,7 +46,7 @@ def reasoned_grammar(form: OutputForm, content: dict[str, Any], marks: Sequence[
 class _Writer:
     def __init__(self, form: OutputForm, marks: Sequence[MarkToken]) -> None:
         self._form = form
-        # marks that free text cannot spell, because llguidance gives these tokens no bytes
+        # Marks that free text cannot spell, because llguidance gives these tokens no bytes.
         self._marks = {mark.text: mark.id for mark in marks if mark.special or _in_angles(mark.text)}
         self._rules: list[str] = []
 

@@ -16,7 +16,7 @@ from services.core.outputs.forms import CallForm, OutputForm
 from services.core.outputs.tools import MAX_NAME_CHARS
 from services.gateway.outputs.loose_calls import loose_calls
 
-# Whitespace that is held back until it is clear whether it stands beside a mark; more of it is content.
+# Most whitespace that is held back until it is clear whether a mark follows; more of it is content.
 _MAX_BLANKS: Final = 64
 
 
@@ -35,7 +35,7 @@ class _At(StrEnum):
 
 
 class OutputSplitter:
-    """Of one choice. ``call_id`` returns the id of a call by its index."""
+    """Splits the output of one choice. ``call_id`` returns the id of a call by its index."""
 
     def __init__(self, form: OutputForm, call_id: Callable[[int], str]) -> None:
         self.calls = 0  # calls that have begun

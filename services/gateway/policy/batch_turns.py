@@ -27,7 +27,7 @@ from services.core.records import Tenant
 
 # A turn while other tenants wait.
 TURN_S: Final = 60.0
-# time from a refusal on without any result; at least a turn, since a stalled batch may yield at once
+# Time from a refusal on without any result; at least a turn, since a stalled batch may yield at once.
 STALL_S: Final = 60.0
 # Attempts of a line that end with an internal error.
 MAX_CRASHES: Final = 3
@@ -90,7 +90,7 @@ def next_batches(
     return tuple((first + turns)[: max(0, room)])
 
 
-def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
+def not_oldest(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
     """Return the batches whose tenant also runs an older one: it was stalled, and they yield."""
     oldest: dict[str, UnfinishedBatch] = {}
     found: set[str] = set()
@@ -104,7 +104,7 @@ def beside_older(running: Iterable[UnfinishedBatch]) -> frozenset[str]:
 class BatchProgress:
     """Whether lines of a batch get results, or only refusals."""
 
-    # time of the first refusal after the last result
+    # Time of the first refusal after the last result.
     _refused_s: float = math.inf
 
     def result(self) -> None:

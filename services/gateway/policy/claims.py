@@ -132,7 +132,7 @@ def claims_of(
     for limit in payer.token_rates:
         prompt = prompt_tokens if limit.kind is not LimitKind.OUTPUT_TOKENS else 0
         output = predicted if limit.kind is not LimitKind.INPUT_TOKENS else 0
-        # A prediction above what a minute admits beside the prompt must not reject the request.
+        # A prediction above what a minute admits after the prompt must not reject the request.
         found.append(Claim(limit, max(prompt, min(prompt + output, limit.limit))))
     worst_micros = most_micros(price, prompt_tokens, most)
     if worst_micros:

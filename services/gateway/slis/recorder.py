@@ -206,7 +206,7 @@ class SliRecorder:
                 self._note_shapes(subject, end.usage)
         elif end.reason in _NOT_THE_VERSION:
             return
-        # An answer from the cache, or a mistake of the caller, says nothing about the arm.
+        # An answer from the cache, or a mistake of the caller, does not depend on the arm.
         if subject.step and (counts.errors or counts.started or counts.tokens):
             arm = self._arm_of(GateWindow(key.arm.model, subject.step), key.arm)
             if arm is not None:

@@ -99,7 +99,7 @@ class _Version:
     pressed: bool = False
     # Failed starts in a row.
     failures: int = 0
-    # earliest time of the next start
+    # Earliest time of the next start.
     retry_at_s: float = 0.0
 
     def queue(self, job: TextJob) -> TenantRoundRobin[TextJob]:

@@ -19,7 +19,7 @@ from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
 from services.gateway.outputs.forms import MarkToken
 
-# size that takes about 4 s of a text process at most, which delays no other client: see ``text/child.py``
+# Size that takes about 4 s of a text process at most, which delays no other client: see ``text/child.py``.
 MIN_PROMPT_BYTES: Final = 1024 * 1024
 
 
@@ -85,9 +85,9 @@ class TextModel:
     depends_on_time: bool
     # Why the chat template renders no conversation, so that the version takes prompts only.
     template_fault: str = ""
-    # inputs and outputs of a fixed-cost model; None: the version generates text
+    # Inputs and outputs of a fixed-cost model; None: the version generates text.
     signature: Signature | None = None
-    # signature of a decoder whose files declare an embedding
+    # Signature of a decoder whose files declare an embedding.
     embedding: Signature | None = None
     # How its outputs write reasoning and calls, as far as its files show.
     form: OutputForm = field(default_factory=OutputForm)

@@ -29,7 +29,7 @@ class StepFrame:
     # The tokens of all entries, one entry after another.
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    # log-probabilities of each entry, one value per token
+    # Log-probabilities of each entry, one value per token.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     finished: list[tuple[int, SequenceEnd]] = field(default_factory=list)
     # Rows of fixed-cost models that ended. A row that was not admitted is in ``not_admitted``.

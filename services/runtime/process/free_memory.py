@@ -18,7 +18,7 @@ from services.ports.clock import Clock
 SLACK_BYTES: Final = 16 * 1024**2  # growth below this is ignored
 _PAUSE_S: Final = 15.0
 _MOST_CHECKS: Final = 64
-BUSY_TASKS: Final = 1024  # a collection beside so many takes some 50 ms
+BUSY_TASKS: Final = 1024  # task count at which a collection takes some 50 ms
 _MOST_POSTPONED: Final = 20
 _M_MMAP_THRESHOLD: Final = -3  # constants of glibc's malloc.h
 _M_ARENA_MAX: Final = -8

@@ -64,7 +64,11 @@ from services.scheduler.policy.placement.choose import (
 from services.scheduler.policy.placement.kv_admission import RoomSummary, blocks_for
 from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
-from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
+from services.scheduler.policy.placement.shared_prefix import (
+    NOTHING_SHARED,
+    SharedPrefixIndex,
+    shareable_blocks,
+)
 from services.scheduler.policy.step_time import StepTimes, WorkerKind
 
 _PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
@@ -89,7 +93,7 @@ class FleetView:
         self.limits = limits
         self.step_times = step_times
         self.prefixes = PrefixIndex(max(1, limits.prefix_blocks))
-        self.shared = SharedPrefixes()
+        self.shared = SharedPrefixIndex()
         self.prefix_tokens = PrefixTokens()
         self._engines = EngineGroups()
         self.ends_trial = ends_trial

@@ -99,9 +99,9 @@ class WorkerState:
     silent: bool = False
     report_s: float = 0.0  # time of the last report
     pools: dict[str, PoolSnapshot] = field(default_factory=dict)
-    # tokens of KV that a step reads, by version, as the last measured steps did
+    # Tokens of KV that a step reads, by version, as the last measured steps did.
     attended: dict[str, int] = field(default_factory=dict)
-    # the cheapest worker's price of a token over this one's, by version
+    # The cheapest worker's price of a token over this one's, by version.
     cost_ratios: dict[str, float] = field(default_factory=dict)
     barred: set[str] = field(default_factory=set)  # versions for which it gets no requests, whatever its room
     outstanding: dict[int, Outstanding] = field(default_factory=dict)

@@ -71,7 +71,7 @@ class _Pool:
     order: SheddingOrder[_Waits] = field(default_factory=SheddingOrder)
     of_tenant: dict[str, SheddingOrder[_Waits]] = field(default_factory=dict)
     rate: TokenRate = field(default_factory=TokenRate)
-    # weights other than 1 of the tenants that wait
+    # Weights other than 1 of the tenants that wait.
     weights: dict[str, float] = field(default_factory=dict)
     arrivals: dict[Priority, ArrivalRate] = field(
         default_factory=lambda: {priority: ArrivalRate() for priority in Priority}

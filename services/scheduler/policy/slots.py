@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# part of the slots that is kept for tenants that begin while others could use all
+# Part of the slots that is kept for tenants that begin while others could use all.
 NEWCOMERS_RATIO: Final = 1 / 16
 _HALVINGS: Final = 20  # the rest is given slot by slot
 

@@ -97,7 +97,7 @@ class ServiceLedger:
         self._unseen: deque[Advance] = deque()
         self._by_age: deque[Advance] = deque()
         self._long: dict[tuple[str, str], int] = {}
-        # sequences that each tenant holds, of a class and those above it
+        # Sequences that each tenant holds, of a class and those above it.
         self._held: dict[str, dict[Priority, HeldShares]] = {}
         self._broken_off: dict[tuple[str, int], None] = {}
         self._awaits = False  # gateways of an earlier leader may still submit again

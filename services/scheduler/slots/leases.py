@@ -65,7 +65,7 @@ class HeldLease:
     held: int = 0  # the most rows that its gateway may have in flight there
     number: int = 0
     sent_s: float = -math.inf
-    # time at which ``held`` falls to ``slots``, unless the gateway returns them before
+    # Time at which ``held`` falls to ``slots``, unless the gateway returns them before.
     settles_s: float = math.inf
 
 
@@ -98,7 +98,7 @@ class LeaseBook:
         self._numbers = numbers
         self._entries = itertools.count()
         self._settling: list[tuple[float, int, HeldLease]] = []  # a heap; outdated entries are ignored
-        # leases to send, by gateway, worker and tenant
+        # Leases to send, by gateway, worker and tenant.
         self.unsent: dict[str, dict[tuple[str, str], HeldLease]] = {}
         self.changed_tenants: dict[str, dict[str, None]] = {}  # tenants whose slots changed, by worker
 

@@ -17,7 +17,7 @@ from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
 from services.scheduler.slots.pool import Shares, SlotPool
 
-# Plans of a version are at least ``_GAP_S`` apart, and as much more for each ``_GAP_LEASES`` leases.
+# Between two plans of a version at least ``_GAP_S`` passes, and as much more for each ``_GAP_LEASES`` leases.
 _GAP_S: Final = 0.002
 _GAP_LEASES: Final = 100
 _MAX_POOLS: Final = 4096

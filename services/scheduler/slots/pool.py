@@ -20,7 +20,7 @@ from services.scheduler.policy.slots import NEWCOMERS_RATIO, SlotClaim, divide, 
 from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
 from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
 
-GROWTH: Final = 2  # slots for each row of demand, while nobody else wants them
+GROWTH: Final = 2  # slots for each row of demand while no other tenant wants them
 BALANCE_S: Final = 1.0  # interval of moving leases away from loaded workers
 _UNEVEN: Final = 0.25  # how far the load of a worker may be from the mean, as a ratio
 MAX_DEMANDS: Final = 65536
@@ -42,7 +42,7 @@ class SlotPool:
         self._demands = 0
         self._balanced_s = now_s
         self._rotation = 0
-        self.is_short = False  # somebody has fewer slots than its share, or than its rows
+        self.is_short = False  # a tenant has fewer slots than its share, or than its rows
 
     @property
     def idle(self) -> bool:

@@ -35,7 +35,7 @@ class WorkerIdentity:
     lease_ttl_s: int = 5  # lifetime of the registration's lease
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""
-    # cost in any one currency; 0: unknown
+    # Cost in any one currency; 0: unknown.
     cost_per_hour: float = 0.0
 
 

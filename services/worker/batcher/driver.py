@@ -270,13 +270,13 @@ class Batcher:
         for abandoned in [each for each in self._searches if each.place is None and each not in running]:
             self._settle(abandoned)
         self._decide()
-        apart = self._searches.at(RunPlace.SACRIFICIAL)
-        if not apart:
+        searches = self._searches.at(RunPlace.SACRIFICIAL)
+        if not searches:
             self._context.sacrifice.stop()
         elif RunPlace.SACRIFICIAL not in self._runs.processes:
             self._context.sacrifice.start()
         elif RunPlace.SACRIFICIAL not in self._runs:
-            self._search_on(apart[0])
+            self._search_on(searches[0])
         self._context.changed()
 
     def _decide(self) -> None:

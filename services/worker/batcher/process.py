@@ -56,7 +56,7 @@ log = structlog.get_logger()
 
 
 class BatchRunner:
-    """Implements ``process.Steps``: a step is a batch."""
+    """Implements ``process.StepLoop``: a step is a batch."""
 
     def __init__(self, model: FixedCostModel, *, packs: bool) -> None:
         self._model = model

@@ -143,7 +143,7 @@ class Engine:
         self._flight = self._launch_next(flight) if self._may_run_ahead(flight) else None
         samples = self._collect(flight.batch) if flight.batch else NOTHING
         outcome = self._live.commit(flight, samples)
-        self._mask_apart(flight)
+        self._mask_separately(flight)
         if flight.batch and self._page is not None:
             self._page.ended()
         step_s = self._ended(flight)
@@ -203,15 +203,15 @@ class Engine:
         for handle in self._constraints.take_masked():
             self._live.masked(handle)
 
-    def _mask_apart(self, flight: Flight) -> None:
+    def _mask_separately(self, flight: Flight) -> None:
         """Take the sequences out of the plan whose next masks would delay a step. A suspect delays none."""
         if self._constraints is None or flight.batch.masks is None:
             return
         for sequence in dict.fromkeys(flight.sampled):
-            decodes = sequence.status is Status.DECODING and not sequence.is_apart
+            decodes = sequence.status is Status.DECODING and not sequence.is_suspect
             if decodes and self._constraints.is_slow(sequence.handle):
-                self._planner.mask_apart(sequence)
-                self._constraints.mask_apart(sequence)
+                self._planner.mask_separately(sequence)
+                self._constraints.mask_separately(sequence)
 
     def _collect(self, batch: Batch) -> Samples:
         """Return the samples of the batch that was submitted first, and which rows have no mask."""

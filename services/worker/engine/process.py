@@ -69,7 +69,7 @@ class StepLink(Protocol):
         """Send a message. Raises AgentGone."""
 
 
-class Steps(Protocol):
+class StepLoop(Protocol):
     """What the process runs between commands: an engine, or batches of rows."""
 
     def connect(self, link: StepLink) -> None:
@@ -89,7 +89,7 @@ class Steps(Protocol):
     def check_integrity(self) -> None: ...
 
 
-Loader = Callable[[EngineConfig, Report], tuple[Steps, Ready]]
+Loader = Callable[[EngineConfig, Report], tuple[StepLoop, Ready]]
 
 
 def main(arguments: list[str], load: Loader = load) -> int:
@@ -147,7 +147,7 @@ def _run(
 
 
 def step_until_stopped(
-    engine: Steps, connection: AgentConnection, *, lines_per_s: float = 0.0
+    engine: StepLoop, connection: AgentConnection, *, lines_per_s: float = 0.0
 ) -> EngineExitCode:
     """Serve, and return how that ended. Raises AgentGone."""
     try:
@@ -165,7 +165,11 @@ def step_until_stopped(
 
 
 def serve(
-    engine: Steps, connection: AgentConnection, *, clock: Callable[[], float], lines: LineBudget | None = None
+    engine: StepLoop,
+    connection: AgentConnection,
+    *,
+    clock: Callable[[], float],
+    lines: LineBudget | None = None,
 ) -> None:
     """Apply commands between steps until Shutdown. Raises AgentGone, DuplicateHandle and a step's errors."""
     link = _Link(engine, connection, lines)
@@ -197,7 +201,7 @@ def serve(
 class _Link:
     """Implements ``StepLink``. ``stops``: a Shutdown was received; later commands are dropped."""
 
-    def __init__(self, engine: Steps, connection: AgentConnection, lines: LineBudget | None) -> None:
+    def __init__(self, engine: StepLoop, connection: AgentConnection, lines: LineBudget | None) -> None:
         self._engine = engine
         self._connection = connection
         self._lines = lines

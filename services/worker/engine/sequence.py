@@ -16,14 +16,14 @@ class Status(Enum):
     """Where a sequence is. PREFILLING to MASKING have KV and a seat, STALLED and RETURNING KV alone."""
 
     WAITING = auto()  # new, no KV
-    APART = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
+    SUSPECT = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
     COMPILING = auto()  # no KV, its constraint is being compiled
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
     DECODING = auto()
     HELD = auto()  # its next token is being computed, and may be its last
-    MASKING = auto()  # what its constraint allows next is being computed apart
+    MASKING = auto()  # the mask of its next token is being computed separately
     STALLED = auto()  # holds KV, has no credit
     RETURNING = auto()  # holds KV, has credit again, waits for a seat
     FINISHED = auto()
@@ -55,7 +55,7 @@ class SequenceState:
     # The blocks are consecutive.
     contiguous: bool = True
     preemptions: int = 0
-    # computed tokens that came from a cache
+    # Computed tokens that came from a cache.
     cached: int = 0
     # Much of the prompt was left to compute when the sequence was queued, or got its place.
     is_long: bool = False
@@ -66,7 +66,7 @@ class SequenceState:
     # How it is sampled depends on its output so far.
     sees_output: bool = False
     # Up to that length of tokens it is computed in steps of its own.
-    apart_until: int = 0
+    suspect_until: int = 0
     # It ends with its prefill.
     embeds: bool = False
     # Tokens of the prompt whose log-probabilities were reported.
@@ -87,13 +87,13 @@ class SequenceState:
         return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens
 
     @property
-    def is_apart(self) -> bool:
+    def is_suspect(self) -> bool:
         """Whether its next step has no other member."""
-        return len(self.tokens) < self.apart_until
+        return len(self.tokens) < self.suspect_until
 
-    def set_apart(self, tokens: int) -> None:
+    def run_alone(self, tokens: int) -> None:
         """Have it computed in steps of its own for so many tokens; 0: not at all."""
-        self.apart_until = len(self.tokens) + tokens if tokens else 0
+        self.suspect_until = len(self.tokens) + tokens if tokens else 0
 
     def set_credit(self, limit: int) -> None:
         """Raise the credit: a limit below the present one changes nothing."""
@@ -134,5 +134,5 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         scored=submit.scored_tokens,
     )
     sequence.set_credit(submit.credit_limit)
-    sequence.set_apart(submit.apart_tokens)
+    sequence.run_alone(submit.apart_tokens)
     return sequence

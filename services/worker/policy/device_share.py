@@ -38,7 +38,7 @@ class StepCosts(NamedTuple):
     scored_s: float
 
 
-# Before there are enough samples, as the scheduler's prior: prompt tokens and decode rows cost alike.
+# Costs before there are enough samples, which are the scheduler's prior: a prompt token costs a decode row.
 PRIOR: Final = StepCosts(10e-3, 50e-6, 0.0, 50e-6, 0.0, 50e-6)
 
 
@@ -143,7 +143,7 @@ class MeasuredCosts:
         if solution.samples < MIN_SAMPLES or solution.error_ratio > MAX_ERROR_RATIO:
             return
         step_s, row_s, attended_s, prefill_s, prefill_attended_s, scored_s = solution.values
-        if row_s is None or prefill_s is None:  # the linear layers compute both alike
+        if row_s is None or prefill_s is None:  # The linear layers compute both in the same way.
             row_s = prefill_s = row_s if row_s is not None else prefill_s
         if scored_s is None:
             scored_s = row_s  # It counts as any other row whose head is computed.

@@ -31,7 +31,7 @@ def _by_traffic(arms: Sequence[MemoryShare], targets: Mapping[str, int]) -> dict
     moves = {arm.owner: found[arm.owner] - arm.kv_bytes for arm in arms if not arm.waits}
     if len(moves) == len(arms) and all(abs(change) < SLAB_BYTES for change in moves.values()):
         return {arm.owner: arm.kv_bytes for arm in arms}  # what rounding moves is left where it is
-    if any(arm.held_bytes > found[arm.owner] for arm in arms):  # nobody grows before others have shrunk
+    if any(arm.held_bytes > found[arm.owner] for arm in arms):  # No arm grows before others have shrunk.
         return {arm.owner: min(found[arm.owner], arm.kv_bytes or found[arm.owner]) for arm in arms}
     return found
 

@@ -49,21 +49,21 @@ class Slot:
     phase: VersionPhase  # its state
     running: int = 0  # live sequences
     has_files: bool = False  # its folder is pinned
-    # time of a BROKEN one's next attempt
+    # Time of a BROKEN one's next attempt.
     retry_at_s: float = 0.0
-    # deadline of a DRAINING one
+    # Deadline of a DRAINING one.
     drain_until_s: float = 0.0
-    # last time that a RETIRING one had a sequence
+    # Last time that a RETIRING one had a sequence.
     idle_since_s: float = 0.0
     # Device memory of its engine.
     granted_bytes: int = 0
     # It needs a memory grant and has none.
     unbooked: bool = False
-    # memory that a BROKEN one waits for; 0: it waits for none
+    # Memory that a BROKEN one waits for; 0: it waits for none.
     needed_bytes: int = 0
-    # no attempt of a BROKEN one would succeed
+    # No attempt of a BROKEN one would succeed.
     final: bool = False
-    # the engine of a BROKEN or LOADING one had run before
+    # The engine of a BROKEN or LOADING one had run before.
     restarting: bool = False
 
 

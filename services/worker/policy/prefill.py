@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 MIN_PREFILL_TOKENS: Final = 16
 FLOOR_RATIO: Final = 1 / 64  # share of the maximum that a step prefills however long it takes
-# share of the target that steps aim at: time per token grows with the context, and the budget lags
+# Share of the target that steps aim at: time per token grows with the context, and the budget lags.
 AIM_RATIO: Final = 0.9
 MOST_GROWTH: Final = 1.25  # per step: limits the effect of one fast outlier
 MOST_SHRINK: Final = 0.5  # per step: limits the effect of one slow outlier

@@ -25,7 +25,7 @@ from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine_protocol import Ready, RowCosts, Submit
 
 MOST_OUTPUT_TOKENS: Final = 32  # most output tokens of a prompt: later tokens run as these do
-# longest prefill of a prompt, by the engine's own measure; a longer prompt is cut
+# Longest prefill of a prompt, by the engine's own measure; a longer prompt is cut.
 MOST_PREFILL_S: Final = 20.0
 SLACK_S: Final = 10.0  # addition to the deadline for a machine that is busy with other versions
 DEADLINE_FACTOR: Final = 10.0  # ratio of the deadline to the estimated time

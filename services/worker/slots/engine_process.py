@@ -112,7 +112,7 @@ class EngineEvents:
     on_heartbeat: Callable[[EngineHeartbeat], None]
     on_resized: Callable[[Resized], None]
     on_exit: Callable[[EngineExit], None]
-    # receives the batches of a fixed-cost model
+    # Receives the batches of a fixed-cost model.
     on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None
 
 
@@ -292,7 +292,8 @@ class EngineProcess:
         """Start it in its own session and process group; blocks for about a millisecond.
 
         Not by the event loop: uvloop forks, and gRPC's fork handlers can crash the child before it becomes
-        the engine; ``Popen`` uses vfork. Not in a thread: the engine ends with the thread that started it.
+        the engine; ``Popen`` uses vfork. It must not run in a thread, because the engine ends with the thread
+        that started it.
         """
         page = os.path.join(os.path.dirname(socket_path), _PAGE)
         config = msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)

@@ -13,7 +13,7 @@ from services.worker.slots.engine_process import EngineTimeouts
 
 Executor = Literal["torch", "null", "rows"]
 
-# time in which gateways observe an update and place the requests accepted before it
+# Time in which gateways observe an update and place the requests accepted before it.
 RETIRE_MARGIN_S: Final = 5.0
 
 Speculation = Literal["off", "prompt_lookup", "draft"]

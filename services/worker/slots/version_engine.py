@@ -117,7 +117,8 @@ class EngineOwner(Protocol):
 
 
 class VersionEngine:
-    """At most one engine process at a time. Its owners are notified when it is ready and when it ended.
+    """There is at most one engine process at a time. Its owners are notified when it is ready and when it
+    ended.
 
     An owner is a slot of a version. The memory is granted in the name of one of them.
     """

@@ -26,10 +26,10 @@ class SequenceSlots:
     def __init__(self, most: int) -> None:
         self.most = most
         self.taken = 0
-        # sequences by tenant, in order of their start
+        # Sequences by tenant, in order of their start.
         self._running: dict[str, dict[int, WorkerSequence]] = {}
         self._parked: dict[int, WorkerSequence] = {}  # the longest parked first
-        # sequences by tenant, in order of their credit
+        # Sequences by tenant, in order of their credit.
         self._returning: dict[str, dict[int, WorkerSequence]] = {}
         self._returning_count = 0
 

@@ -26,7 +26,7 @@ from services.core.errors import FailedPrecondition, FairwayError
 
 REPLACEMENT = "\ufffd"
 MAX_PENDING_TOKENS = 8  # above the bytes of any UTF-8 character, so that many pending tokens are invalid
-# tokens of a context: enough for the character and for the token that continues the text
+# Tokens of a context: enough for the character and for the token that continues the text.
 _CONTEXT_TOKENS: Final = 32
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 _BLANK: Final = "\u2581"  # the leading blank of a piece of SentencePiece

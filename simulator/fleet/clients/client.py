@@ -26,7 +26,7 @@ class SimRequest:
     prompt_tokens: int
     # The model's output length without a limit.
     output_tokens: int
-    # time since the start of the load
+    # Time since the start of the load.
     arrival_s: float = 0.0
     priority: Priority = Priority.STANDARD
     # The client's limit; None: just as many.
@@ -40,7 +40,7 @@ class SimRequest:
     blocks: tuple[int, ...] = ()
     # Tokens of each.
     block_tokens: int = 0
-    # time after the arrival; None: no deadline
+    # Time after the arrival; None: no deadline.
     deadline_s: float | None = None
     # The client leaves so long after its arrival.
     cancel_after_s: float | None = None

@@ -33,12 +33,12 @@ class SimRows:
     """One request of the load."""
 
     tenant: str
-    # tokens of each row
+    # Tokens of each row.
     tokens: tuple[int, ...]
-    # time since the start of the load
+    # Time since the start of the load.
     arrival_s: float = 0.0
     priority: Priority = Priority.STANDARD
-    # time after the arrival; None: no deadline
+    # Time after the arrival; None: no deadline.
     deadline_s: float | None = None
     # The client leaves so long after its arrival.
     cancel_after_s: float | None = None
@@ -73,7 +73,7 @@ class RowClients:
         self.violations = violations
         self.present: dict[int, RowsSession] = {}
         self.outcomes: Counter[str] = Counter()
-        # durations of answered requests, by tenant
+        # Durations of answered requests, by tenant.
         self.seconds: defaultdict[str, Sketch] = defaultdict(Sketch)
         self.sent = 0
 

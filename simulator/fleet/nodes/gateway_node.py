@@ -348,7 +348,7 @@ class _Informers:
 
 
 class _BundledFiles:
-    """Implements ``catalog.ModelFilesPort``: the one simulated version lies beside this module."""
+    """Implements ``catalog.ModelFilesPort``: the one simulated version lies next to this module."""
 
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         return _MODEL_FILES

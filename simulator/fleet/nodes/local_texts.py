@@ -1,4 +1,4 @@
-"""Texts encoded in this process: for the simulator and unit tests, whose versions are trusted."""
+"""Texts encoded in this process, for the simulator and unit tests, whose versions are trusted."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class WorkerNode:
         return await self.worker.drain(timeout_s)
 
     def slow(self, factor: float) -> None:
-        """Every step takes ``factor`` times as long; 1.0 heals it. Without effect on a dead process."""
+        """Every step takes ``factor`` times as long; 1.0 heals it. It has no effect on a dead process."""
         if self.process.alive:
             self.process.call_soon(self.worker.engines.slow, factor)
 

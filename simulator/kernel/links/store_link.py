@@ -1,7 +1,7 @@
 """The fleet store over the simulated network: one MemoryStore behind a server, a client per process.
 
-The server answers each call where it stands, and feeds all watches from one of its own, as etcd does. It can
-be paused, cut off or crashed like any process; what it stored outlives it, as on a disk.
+The server answers each call from its present state, and feeds all watches from a single one, as etcd does. It
+can be paused, cut off or crashed like any process; what it stored outlives it, as on a disk.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from random import Random
 from typing import Protocol
 
 
-class ArrivalProcess(Protocol):
+class Arrivals(Protocol):
     """A point process."""
 
     def times(self, rng: Random) -> Iterator[float]: ...
@@ -111,7 +111,7 @@ class Modulated:
         _positive(cv=self.cv)
 
     def times(self, rng: Random) -> Iterator[float]:
-        unit: ArrivalProcess = Gamma(1.0, self.cv) if self.cv != 1.0 else Poisson(1.0)
+        unit: Arrivals = Gamma(1.0, self.cv) if self.cv != 1.0 else Poisson(1.0)
         for count in unit.times(rng):
             yield self.profile.inverse(count)
 
@@ -153,7 +153,7 @@ class Diurnal:
 
 
 @dataclass(frozen=True, slots=True)
-class RateSteps:
+class Steps:
     """A rate that is constant between the instants of ``steps`` (from_s, rate_per_s); the last one stays."""
 
     steps: tuple[tuple[float, float], ...]
@@ -172,7 +172,7 @@ class RateSteps:
         object.__setattr__(self, "_counts", tuple(counts))
 
     @classmethod
-    def burst(cls, rate_per_s: float, *, factor: float = 10.0, from_s: float, for_s: float) -> RateSteps:
+    def burst(cls, rate_per_s: float, *, factor: float = 10.0, from_s: float, for_s: float) -> Steps:
         """Return a constant rate that is ``factor`` times as high during one interval."""
         return cls(((0.0, rate_per_s), (from_s, rate_per_s * factor), (from_s + for_s, rate_per_s)))
 

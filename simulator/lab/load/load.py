@@ -1,7 +1,7 @@
 """The load of a simulated fleet: streams of requests, merged in order of arrival.
 
-Every stream draws from a source of its own, named by the seed and its own name, so that one stream's
-requests stay the same whatever stands beside it.
+Every stream draws from a random source that the seed and its own name determine, so that one stream's
+requests do not depend on the other streams.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from random import Random
 
 from services.core.records import Priority
 from simulator.fleet.clients.client import SimRequest
-from simulator.lab.load.arrivals import ArrivalProcess
+from simulator.lab.load.arrivals import Arrivals
 from simulator.lab.load.lengths import Lengths
 from simulator.lab.load.traces import TraceRow
 
 
 @dataclass(frozen=True, slots=True)
-class CommonPrefixes:
+class SharedPrefixes:
     """``share_ratio`` of the requests begin with one of ``count`` prefixes of ``tokens`` tokens.
 
     ``hot_ratio`` of the prefixes get ``share_of_hot`` of those requests: a fifth of them four fifths.
@@ -44,16 +44,16 @@ class CommonPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStream:
+class Stream:
     """The requests of one tenant and class, from ``from_s`` until ``until_s`` (None: without end)."""
 
     tenant: str
-    arrivals: ArrivalProcess
+    arrivals: Arrivals
     prompt: Lengths
     output: Lengths
     name: str = ""
     priority: Priority = Priority.STANDARD
-    prefixes: CommonPrefixes | None = None
+    prefixes: SharedPrefixes | None = None
     deadline_s: float | None = None
     from_s: float = 0.0
     until_s: float | None = None
@@ -80,7 +80,7 @@ class LoadStream:
             )
 
 
-def merged(streams: Sequence[LoadStream], *, seed: int, duration_s: float) -> Iterator[SimRequest]:
+def merged(streams: Sequence[Stream], *, seed: int, duration_s: float) -> Iterator[SimRequest]:
     """Yield the requests of all streams that arrive within ``duration_s``, in order of arrival."""
     for request in heapq.merge(*(each.requests(seed) for each in streams), key=lambda each: each.arrival_s):
         if request.arrival_s >= duration_s:

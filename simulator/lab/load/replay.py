@@ -19,7 +19,7 @@ from simulator.lab.load.arrivals import Gamma
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.load.load import Share, of_trace
 from simulator.lab.load.traces import MOONCAKE_BLOCK_TOKENS, TraceCut, TraceRow, cut, read_trace
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions, fleet_of, rate_of
+from simulator.lab.scenario import Options, Scenario, ScenarioError, fleet_of, rate_of
 
 SUFFIXES: Final = (".csv", ".jsonl")
 CONTEXT_TOKENS: Final = 131_072
@@ -43,7 +43,7 @@ def is_trace(name: str) -> bool:
     return Path(name).suffix in SUFFIXES
 
 
-def scenario(name: str, options: ScenarioOptions) -> Scenario:
+def scenario(name: str, options: Options) -> Scenario:
     """Return the replay of a trace by its path. Raises TraceError and ScenarioError.
 
     Rows come at the recorded instants, or as much faster or slower as makes ``rate_per_s`` or ``load_ratio``
@@ -92,7 +92,7 @@ def find(name: str, folder: Path | None) -> Path:
     raise ScenarioError(f"there is no trace {where}; give its path, or its folder with --traces")
 
 
-def trace_fleet(options: ScenarioOptions) -> FleetSpec:
+def trace_fleet(options: Options) -> FleetSpec:
     """Return a fleet of the chosen size for the tenants that a trace's rows are dealt out to."""
     tenants = [TenantSpec(share.tenant) for share in SHARES]
     return fleet_of(options, tenants, max_context_tokens=CONTEXT_TOKENS)
@@ -124,7 +124,7 @@ def survey(rows: Iterable[TraceRow], *, most_prompt_tokens: int | None = None) -
     return Survey(taken, last_s, prompt_tokens, output_tokens, left_out)
 
 
-def speed_of(taken: Survey, options: ScenarioOptions, fleet: FleetSpec, *, load_ratio: float) -> float:
+def speed_of(taken: Survey, options: Options, fleet: FleetSpec, *, load_ratio: float) -> float:
     """Return how many times as fast the rows make the requested load. Raises ScenarioError."""
     if not taken.last_s:
         raise ScenarioError("all rows of the trace come at one instant, so that it has no rate to scale")

@@ -57,9 +57,9 @@ def fairness(collector: RecordCollector, weights: Mapping[str, float]) -> Fairne
         courses = _courses(collector, priority, weights)
         indices += _windows(courses)
         for left, right in combinations(courses, 2):
-            apart = _apart(left, right)
-            if apart > worst:
-                worst, pair = apart, (left.tenant, right.tenant)
+            difference = _difference(left, right)
+            if difference > worst:
+                worst, pair = difference, (left.tenant, right.tenant)
     mean = sum(indices) / len(indices) if indices else None
     return Fairness(len(indices), mean, min(indices, default=None), worst, pair)
 
@@ -96,7 +96,7 @@ def _windows(courses: Sequence[_Course]) -> list[float]:
     return found
 
 
-def _apart(left: _Course, right: _Course) -> float:
+def _difference(left: _Course, right: _Course) -> float:
     """Return the largest |W_left - W_right| over any interval in which both waited throughout."""
     worst = 0.0
     ahead = least = most = 0.0

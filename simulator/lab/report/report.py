@@ -118,7 +118,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class LabReport:
-    """The whole. ``fairness_bound_tokens``: what the policy promises for ``fairness.difference_tokens``."""
+    """The whole. ``fairness_bound_tokens`` is the policy's bound of ``fairness.difference_tokens``."""
 
     header: Header
     slo: Slo

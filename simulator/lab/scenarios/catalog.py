@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
+from simulator.lab.scenario import Options, Scenario, ScenarioError
 from simulator.lab.scenarios import faults, loads
 
-_BUNDLED: Final[dict[str, Callable[[ScenarioOptions], Scenario]]] = {
+_BUNDLED: Final[dict[str, Callable[[Options], Scenario]]] = {
     build.__name__.replace("_", "-"): build
     for build in (
         loads.burst,
@@ -38,7 +38,7 @@ def summary(name: str) -> str:
     return (_BUNDLED[name].__doc__ or "").partition("\n")[0]
 
 
-def load(name: str, options: ScenarioOptions) -> Scenario:
+def load(name: str, options: Options) -> Scenario:
     """Return a scenario by name, or from the file of a caller's own. Raises ScenarioError.
 
     Such a file has a function ``scenario(options: Options) -> Scenario``.

@@ -9,9 +9,9 @@ from typing import Final
 
 from simulator.fleet.fleet import SimFleet
 from simulator.lab.load.arrivals import Poisson
-from simulator.lab.load.load import LoadStream
+from simulator.lab.load.load import Stream
 from simulator.lab.report.report import Mark
-from simulator.lab.scenario import Scenario, ScenarioOptions, ScenarioScript, Step, fleet_of
+from simulator.lab.scenario import Options, Scenario, Script, Step, fleet_of
 from simulator.lab.scenarios.loads import OUTPUT, PROMPT, chat_rate, tenants, under_load
 
 Course = tuple[tuple[Step, ...], tuple[Mark, ...]]  # what is done, and how it is marked
@@ -22,7 +22,7 @@ _CUTS: Final = (("gateway-0", _WORKER), (_WORKER, "scheduler-0"), ("gateway-0", 
 
 
 def _faulty(
-    options: ScenarioOptions,
+    options: Options,
     name: str,
     happens: Callable[[float], Course],
     *,
@@ -34,14 +34,14 @@ def _faulty(
     senders = tenants(4)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=load_ratio)
-    streams = [LoadStream(tenant.name, Poisson(rate / len(senders)), PROMPT, OUTPUT) for tenant in senders]
+    streams = [Stream(tenant.name, Poisson(rate / len(senders)), PROMPT, OUTPUT) for tenant in senders]
     steps, marks = happens(duration_s)
     summary = f"{rate:.1f} requests/s of {len(senders)} tenants; {marks[0].name}"
     made = under_load(name, options, fleet, streams, summary=summary, duration_s=duration_s, marks=marks)
-    return replace(made, plans=(ScenarioScript(steps),))
+    return replace(made, plans=(Script(steps),))
 
 
-def failover(options: ScenarioOptions) -> Scenario:
+def failover(options: Options) -> Scenario:
     """The leading scheduler is killed under load: the standby leads, and no request is lost."""
 
     def happens(duration_s: float) -> Course:
@@ -53,7 +53,7 @@ def failover(options: ScenarioOptions) -> Scenario:
     return _faulty(options, "failover", happens, load_ratio=0.6)
 
 
-def flapping_worker(options: ScenarioOptions) -> Scenario:
+def flapping_worker(options: Options) -> Scenario:
     """One worker dies and comes back again and again: its sequences continue elsewhere."""
 
     def happens(duration_s: float) -> Course:
@@ -70,7 +70,7 @@ def flapping_worker(options: ScenarioOptions) -> Scenario:
     return _faulty(options, "flapping-worker", happens, load_ratio=0.5)
 
 
-def network_cuts(options: ScenarioOptions) -> Scenario:
+def network_cuts(options: Options) -> Scenario:
     """Links between a gateway, a worker and the schedulers are cut in turn, and heal."""
 
     def happens(duration_s: float) -> Course:
@@ -86,7 +86,7 @@ def network_cuts(options: ScenarioOptions) -> Scenario:
     return _faulty(options, "network-cuts", happens, load_ratio=0.5)
 
 
-def slow_worker(options: ScenarioOptions) -> Scenario:
+def slow_worker(options: Options) -> Scenario:
     """One worker takes three times as long for every step: it is found, ejected, and taken back later."""
 
     def happens(duration_s: float) -> Course:

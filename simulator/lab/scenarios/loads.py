@@ -9,11 +9,11 @@ from typing import Final
 
 from services.core.records import Priority
 from simulator.fleet.spec import FleetSpec, TenantSpec
-from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, RateSteps
+from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, Steps
 from simulator.lab.load.lengths import Fixed, LogNormal
-from simulator.lab.load.load import CommonPrefixes, LoadStream, merged
+from simulator.lab.load.load import SharedPrefixes, Stream, merged
 from simulator.lab.report.report import Mark
-from simulator.lab.scenario import Scenario, ScenarioOptions, fleet_of, rate_of
+from simulator.lab.scenario import Options, Scenario, fleet_of, rate_of
 
 # A chat service, with median and spread near those of the public Azure conversation trace of 2023.
 PROMPT: Final = LogNormal(700.0, 0.9, least_tokens=16, most_tokens=8192)
@@ -22,7 +22,7 @@ OUTPUT: Final = LogNormal(140.0, 0.8, least_tokens=4, most_tokens=1024)
 MINNOWS: Final = 9
 WHALE_RATIO: Final = 0.6
 LOAD_RATIO: Final = 1.05  # load as a share of what the fleet can serve at most
-# share of the most that was served of this load: blocks are reserved ahead of use
+# Share of the most that was served of this load: blocks are reserved ahead of use.
 SATURATED_RATIO: Final = 0.85
 
 _CLASSES: Final = (Priority.INTERACTIVE, Priority.STANDARD, Priority.STANDARD, Priority.BATCH)
@@ -44,7 +44,7 @@ def tenants(count: int) -> tuple[TenantSpec, ...]:
 
 
 def chat_rate(
-    options: ScenarioOptions, fleet: FleetSpec, *, load_ratio: float, prompt_tokens: float | None = None
+    options: Options, fleet: FleetSpec, *, load_ratio: float, prompt_tokens: float | None = None
 ) -> float:
     """Return the rate to send at (``rate_of``) with chat's answers, and its prompts or longer ones."""
     prompt = mean_tokens(PROMPT) if prompt_tokens is None else prompt_tokens
@@ -55,9 +55,9 @@ def chat_rate(
 
 def under_load(
     name: str,
-    options: ScenarioOptions,
+    options: Options,
     fleet: FleetSpec,
-    streams: Sequence[LoadStream],
+    streams: Sequence[Stream],
     *,
     summary: str,
     duration_s: float,
@@ -74,14 +74,14 @@ def under_load(
     )
 
 
-def steady(options: ScenarioOptions) -> Scenario:
+def steady(options: Options) -> Scenario:
     """Eight tenants at seven tenths of what the fleet can serve: the figures of an ordinary day."""
     senders = tenants(8)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.7)
     arrivals = Gamma(rate / len(senders), cv=1.5)
     streams = [
-        LoadStream(tenant.name, arrivals, PROMPT, OUTPUT, priority=_CLASSES[index % len(_CLASSES)])
+        Stream(tenant.name, arrivals, PROMPT, OUTPUT, priority=_CLASSES[index % len(_CLASSES)])
         for index, tenant in enumerate(senders)
     ]
     summary = f"{len(senders)} tenants, {rate:.1f} requests/s, bursty arrivals (cv 1.5)"
@@ -90,19 +90,19 @@ def steady(options: ScenarioOptions) -> Scenario:
     )
 
 
-def diurnal(options: ScenarioOptions) -> Scenario:
+def diurnal(options: Options) -> Scenario:
     """A day in short: the rate swings between a fifth of the mean and nearly twice it, twice per run."""
     duration_s = options.duration_s or 240.0
     senders = tenants(4)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.55)
     day = Diurnal(rate / len(senders), swing_ratio=0.8, period_s=duration_s / 2)
-    streams = [LoadStream(tenant.name, Modulated(day), PROMPT, OUTPUT) for tenant in senders]
+    streams = [Stream(tenant.name, Modulated(day), PROMPT, OUTPUT) for tenant in senders]
     summary = f"{rate:.1f} requests/s on average, from {rate * 0.2:.1f} to {rate * 1.8:.1f}"
     return under_load("diurnal", options, fleet, streams, summary=summary, duration_s=duration_s)
 
 
-def burst(options: ScenarioOptions) -> Scenario:
+def burst(options: Options) -> Scenario:
     """Ten times the load for thirty seconds: what is shed, in which order, and how soon it is over."""
     duration_s = options.duration_s or 120.0
     from_s, for_s = duration_s / 4, min(30.0, duration_s / 4)
@@ -110,9 +110,9 @@ def burst(options: ScenarioOptions) -> Scenario:
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.3)
     streams = [
-        LoadStream(
+        Stream(
             tenant.name,
-            Modulated(RateSteps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
+            Modulated(Steps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
             PROMPT,
             OUTPUT,
             name=priority.value,
@@ -132,7 +132,7 @@ def burst(options: ScenarioOptions) -> Scenario:
     )
 
 
-def long_prompts(options: ScenarioOptions) -> Scenario:
+def long_prompts(options: Options) -> Scenario:
     """A flood of very long prompts beside short chats: the short ones keep their time to first token."""
     duration_s = options.duration_s or 120.0
     from_s, for_s = duration_s / 4, duration_s / 4
@@ -140,11 +140,11 @@ def long_prompts(options: ScenarioOptions) -> Scenario:
     short = chat_rate(options, fleet, prompt_tokens=150, load_ratio=0.35)
     flood = rate_of(options, fleet, prompt_tokens=10_000, output_tokens=20, load_ratio=0.8)
     calm = flood / 40
-    floods = Modulated(RateSteps(((0.0, calm), (from_s, flood), (from_s + for_s, calm))))
+    floods = Modulated(Steps(((0.0, calm), (from_s, flood), (from_s + for_s, calm))))
     streams = [
-        LoadStream("tenant-0", Poisson(short / 2), _SHORT, OUTPUT),
-        LoadStream("tenant-1", Poisson(short / 2), _SHORT, OUTPUT),
-        LoadStream("tenant-2", floods, _LONG, Fixed(20)),
+        Stream("tenant-0", Poisson(short / 2), _SHORT, OUTPUT),
+        Stream("tenant-1", Poisson(short / 2), _SHORT, OUTPUT),
+        Stream("tenant-2", floods, _LONG, Fixed(20)),
     ]
     return under_load(
         "long-prompts",
@@ -157,18 +157,18 @@ def long_prompts(options: ScenarioOptions) -> Scenario:
     )
 
 
-def shared_prefixes(options: ScenarioOptions) -> Scenario:
+def shared_prefixes(options: Options) -> Scenario:
     """Four fifths of the requests share a fifth of the system prompts: cache hits, and hot prompts spread."""
     senders = tenants(2)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, prompt_tokens=_PREFIX_TOKENS + mean_tokens(_OWN), load_ratio=0.9)
     streams = [
-        LoadStream(
+        Stream(
             tenant.name,
             Poisson(rate / len(senders)),
             _OWN,
             OUTPUT,
-            prefixes=CommonPrefixes(count=40, tokens=_PREFIX_TOKENS, first_id=1 + 100 * index),
+            prefixes=SharedPrefixes(count=40, tokens=_PREFIX_TOKENS, first_id=1 + 100 * index),
         )
         for index, tenant in enumerate(senders)
     ]
@@ -178,27 +178,27 @@ def shared_prefixes(options: ScenarioOptions) -> Scenario:
     )
 
 
-def whale(options: ScenarioOptions) -> Scenario:
+def whale(options: Options) -> Scenario:
     """One tenant sends three fifths of more load than the fleet serves: nine others must not feel it."""
     return _whale(options, whale_ratio=WHALE_RATIO, name="whale")
 
 
-def whale_capped(options: ScenarioOptions) -> Scenario:
+def whale_capped(options: Options) -> Scenario:
     """The same minnows beside a whale that sends what they leave of the measured capacity: its max-min fair
     share."""
     minnows = LOAD_RATIO * (1 - WHALE_RATIO)
     return _whale(options, whale_ratio=(SATURATED_RATIO - minnows) / LOAD_RATIO, name="whale-capped")
 
 
-def _whale(options: ScenarioOptions, *, whale_ratio: float, name: str) -> Scenario:
+def _whale(options: Options, *, whale_ratio: float, name: str) -> Scenario:
     """``whale_ratio`` is what the whale sends, as a share of the uncapped load."""
     duration_s = options.duration_s or 120.0
     minnows = tuple(TenantSpec(f"minnow-{index}") for index in range(MINNOWS))
     fleet = fleet_of(options, (TenantSpec("whale"), *minnows))
     rate = chat_rate(options, fleet, load_ratio=LOAD_RATIO)
     small = rate * (1 - WHALE_RATIO)
-    streams = [LoadStream("whale", Gamma(rate * whale_ratio, cv=2.0), PROMPT, OUTPUT)]
-    streams += [LoadStream(tenant.name, Poisson(small / MINNOWS), PROMPT, OUTPUT) for tenant in minnows]
+    streams = [Stream("whale", Gamma(rate * whale_ratio, cv=2.0), PROMPT, OUTPUT)]
+    streams += [Stream(tenant.name, Poisson(small / MINNOWS), PROMPT, OUTPUT) for tenant in minnows]
     summary = f"{rate * whale_ratio:.1f} requests/s of one tenant, {small:.1f} of {MINNOWS} others"
     made = under_load(name, options, fleet, streams, summary=summary, duration_s=duration_s)
     return replace(made, warm_up_s=duration_s / 6, together=tuple(tenant.name for tenant in minnows))

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from simulator.lab.load.arrivals import ArrivalProcess, Diurnal, Gamma, Modulated, OnOff, Poisson, RateSteps
+from simulator.lab.load.arrivals import Arrivals, Diurnal, Gamma, Modulated, OnOff, Poisson, Steps
 from simulator.lab.load.lengths import Empirical, Fixed, LogNormal
 
 ROUNDS = 20_000
 
 
-def gaps(process: ArrivalProcess, *, seed: int = 7, count: int = ROUNDS) -> list[float]:
+def gaps(process: Arrivals, *, seed: int = 7, count: int = ROUNDS) -> list[float]:
     times = list(islice(process.times(Random(seed)), count))
     return [later - earlier for earlier, later in pairwise([0.0, *times])]
 
@@ -29,7 +29,7 @@ def gaps(process: ArrivalProcess, *, seed: int = 7, count: int = ROUNDS) -> list
         (Gamma(40.0, cv=3.0), 3.0),
     ],
 )
-def test_rate_and_burstiness_are_as_stated(process: ArrivalProcess, cv: float) -> None:
+def test_rate_and_burstiness_are_as_stated(process: Arrivals, cv: float) -> None:
     seen = gaps(process)
     assert min(seen) >= 0
     assert statistics.mean(seen) == pytest.approx(1 / 40, rel=0.06)
@@ -60,16 +60,16 @@ def test_diurnal_rate_is_least_at_its_phase_and_most_half_a_period_later() -> No
 
 
 @pytest.mark.parametrize(
-    "profile", [Diurnal(3.0, 0.9, 60.0, 13.0), RateSteps.burst(3.0, factor=10.0, from_s=20.0, for_s=5.0)]
+    "profile", [Diurnal(3.0, 0.9, 60.0, 13.0), Steps.burst(3.0, factor=10.0, from_s=20.0, for_s=5.0)]
 )
-def test_inverse_of_the_cumulative_rate_is_its_inverse(profile: Diurnal | RateSteps) -> None:
+def test_inverse_of_the_cumulative_rate_is_its_inverse(profile: Diurnal | Steps) -> None:
     assert profile.cumulative(0.0) == pytest.approx(0.0)
     for count in (0.0, 0.5, 17.0, 60.0, 61.0, 209.9, 210.0, 1234.5):
         assert profile.cumulative(profile.inverse(count)) == pytest.approx(count, abs=1e-4)
 
 
 def test_a_burst_is_ten_times_the_rate_for_its_time() -> None:
-    profile = RateSteps.burst(20.0, factor=10.0, from_s=30.0, for_s=30.0)
+    profile = Steps.burst(20.0, factor=10.0, from_s=30.0, for_s=30.0)
     times = list(takewhile(lambda at_s: at_s < 90.0, Modulated(profile).times(Random(5))))
     parts = [sum(from_s <= at_s < from_s + 30 for at_s in times) for from_s in (0, 30, 60)]
     assert parts == [
@@ -80,13 +80,13 @@ def test_a_burst_is_ten_times_the_rate_for_its_time() -> None:
 
 
 def test_a_time_change_keeps_the_burstiness() -> None:
-    flat = Modulated(RateSteps(((0.0, 40.0),)), cv=3.0)
+    flat = Modulated(Steps(((0.0, 40.0),)), cv=3.0)
     seen = gaps(flat)
     assert statistics.pstdev(seen) / statistics.mean(seen) == pytest.approx(3.0, rel=0.08)
 
 
 @pytest.mark.parametrize("process", [Poisson(5.0), Gamma(5.0, cv=2.0), Modulated(Diurnal(5.0))])
-def test_same_seed_same_instants(process: ArrivalProcess) -> None:
+def test_same_seed_same_instants(process: Arrivals) -> None:
     assert gaps(process, count=50) == gaps(process, count=50)
     assert gaps(process, count=50) != gaps(process, seed=8, count=50)
 
@@ -102,9 +102,9 @@ def test_senseless_processes_are_refused() -> None:
     with pytest.raises(ValueError, match="off_rate_per_s"):
         OnOff(1.0, -1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="ascend"):
-        RateSteps(((0.0, 1.0), (5.0, 2.0), (5.0, 3.0)))
+        Steps(((0.0, 1.0), (5.0, 2.0), (5.0, 3.0)))
     with pytest.raises(ValueError, match="begin at 0"):
-        RateSteps(((1.0, 1.0),))
+        Steps(((1.0, 1.0),))
 
 
 def test_lognormal_lengths_have_their_median_and_bounds() -> None:

@@ -10,13 +10,13 @@ import pytest
 from simulator.fleet.clients.session import prompt_ids
 from simulator.lab.load.arrivals import Poisson
 from simulator.lab.load.lengths import Fixed
-from simulator.lab.load.load import CommonPrefixes, LoadStream, Share, merged, of_trace
+from simulator.lab.load.load import Share, SharedPrefixes, Stream, merged, of_trace
 from simulator.lab.load.replay import azure_like, mooncake_like
 from simulator.lab.load.traces import TraceRow
 
 
-def stream(tenant: str, rate: float = 10.0, prefixes: CommonPrefixes | None = None) -> LoadStream:
-    return LoadStream(tenant, Poisson(rate), Fixed(100), Fixed(10), prefixes=prefixes)
+def stream(tenant: str, rate: float = 10.0, prefixes: SharedPrefixes | None = None) -> Stream:
+    return Stream(tenant, Poisson(rate), Fixed(100), Fixed(10), prefixes=prefixes)
 
 
 def test_streams_are_merged_in_order_and_do_not_disturb_one_another() -> None:
@@ -29,14 +29,14 @@ def test_streams_are_merged_in_order_and_do_not_disturb_one_another() -> None:
 
 
 def test_a_stream_keeps_to_its_time() -> None:
-    late = LoadStream("acme", Poisson(50.0), Fixed(1), Fixed(1), from_s=5.0, until_s=7.0)
+    late = Stream("acme", Poisson(50.0), Fixed(1), Fixed(1), from_s=5.0, until_s=7.0)
     times = [each.arrival_s for each in merged([late], seed=1, duration_s=100.0)]
     assert 5.0 < min(times) < 5.2
     assert 6.8 < max(times) < 7.0
 
 
 def test_prefixes_are_shared_by_the_stated_share() -> None:
-    prefixes = CommonPrefixes(count=10, tokens=512, share_ratio=0.9)
+    prefixes = SharedPrefixes(count=10, tokens=512, share_ratio=0.9)
     requests = list(islice(stream("acme", prefixes=prefixes).requests(3), 5000))
     ids = Counter(each.prefix_id for each in requests)
     assert ids[0] / 5000 == pytest.approx(0.1, abs=0.02)

@@ -11,7 +11,7 @@ from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioOptions, ScenarioScript, Step
+from simulator.lab.scenario import Options, Scenario, Script, Step
 from simulator.lab.scenarios import catalog
 from tests.support.sweep import daily
 
@@ -19,9 +19,7 @@ MAX_DIFFERENCE_TOKENS = 40_000  # of two that wait; by arrival the whale is 100,
 
 
 def small(name: str, *, workers: int, duration_s: float, load_ratio: float | None = None) -> Scenario:
-    return catalog.load(
-        name, ScenarioOptions(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio)
-    )
+    return catalog.load(name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio))
 
 
 @pytest.mark.sweep
@@ -93,7 +91,7 @@ def test_nothing_is_lost_when_the_leading_scheduler_is_killed() -> None:
     def note(fleet: SimFleet) -> None:
         leaders.append(fleet.leader.name if fleet.leader is not None else None)
 
-    looks = ScenarioScript(tuple(Step(at_s, note) for at_s in (mark.from_s - 0.1, mark.to_s - 0.1)))
+    looks = Script(tuple(Step(at_s, note) for at_s in (mark.from_s - 0.1, mark.to_s - 0.1)))
     report = run(replace(made, plans=(*made.plans, looks)))
     before, after = leaders
     assert None not in leaders

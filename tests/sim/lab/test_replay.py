@@ -12,7 +12,7 @@ from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
-from simulator.lab.scenario import Scenario, ScenarioError, ScenarioOptions
+from simulator.lab.scenario import Options, Scenario, ScenarioError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0000000,374,44
@@ -36,7 +36,7 @@ def trace(folder: Path, text: str, name: str = "trace.csv") -> str:
 
 
 def one(name: str, **options: object) -> Scenario:
-    return replay.scenario(name, ScenarioOptions(workers=1, preset="h100", **options))  # type: ignore[arg-type]
+    return replay.scenario(name, Options(workers=1, preset="h100", **options))  # type: ignore[arg-type]
 
 
 def ran(made: Scenario) -> LabReport:
@@ -66,12 +66,12 @@ def test_a_mooncake_trace_is_replayed_with_its_prefixes(tmp_path: Path) -> None:
 
 
 def test_prompts_that_fit_no_worker_are_left_out_and_counted(tmp_path: Path) -> None:
-    made = replay.scenario(trace(tmp_path, AZURE), ScenarioOptions(workers=1, preset="a10"))
+    made = replay.scenario(trace(tmp_path, AZURE), Options(workers=1, preset="a10"))
     assert len(list(made.load())) == 4
     assert made.notes[0].startswith("1 rows are left out: their prompts are above ")
     long = "\n".join(line for line in AZURE.splitlines() if "90000" in line or "TIME" in line)
     with pytest.raises(ScenarioError, match=r"every prompt of .* choose a --preset with more memory"):
-        replay.scenario(trace(tmp_path, long), ScenarioOptions(preset="a10"))
+        replay.scenario(trace(tmp_path, long), Options(preset="a10"))
 
 
 def test_a_rate_scales_the_time_and_a_duration_cuts_it(tmp_path: Path) -> None:

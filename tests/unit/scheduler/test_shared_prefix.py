@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from random import Random
 
-from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedPrefixes, shareable_blocks
+from services.scheduler.policy.placement.shared_prefix import (
+    NOTHING_SHARED,
+    SharedPrefixIndex,
+    shareable_blocks,
+)
 
 CHAINS = [tuple(100 * family + place for place in range(1, 40)) for family in range(1, 5)]
 
 
 def test_runs_are_those_of_a_plain_model() -> None:
     rng = Random(3)
-    shared = SharedPrefixes()
+    shared = SharedPrefixIndex()
     model: dict[tuple[str, str], set[int]] = {}
     for _ in range(1500):
         worker, digest = f"w{rng.randrange(4)}", f"v{rng.randrange(2)}"
@@ -40,7 +44,7 @@ def test_runs_are_those_of_a_plain_model() -> None:
 
 
 def test_names_are_bounded_and_what_is_not_known_is_not_shared() -> None:
-    shared = SharedPrefixes(max_names=5)
+    shared = SharedPrefixIndex(max_names=5)
     shared.change("w0", "v", CHAINS[0], ())
     assert (len(shared), shared.blocks_on("w0", CHAINS[0], 10_000)) == (5, 5)
     shared.change("w1", "v", CHAINS[0], ())
@@ -52,7 +56,7 @@ def test_names_are_bounded_and_what_is_not_known_is_not_shared() -> None:
 
 
 def test_one_grant_leans_on_a_beginning_at_a_time() -> None:
-    shared = SharedPrefixes()
+    shared = SharedPrefixIndex()
     chain, longer = CHAINS[0][:3], CHAINS[0][:5]
     for worker in ("w0", "w1"):
         shared.change(worker, "v", longer, ())
@@ -70,7 +74,7 @@ def test_one_grant_leans_on_a_beginning_at_a_time() -> None:
 
 
 def test_those_that_share_a_beginning_are_drawn() -> None:
-    shared = SharedPrefixes()
+    shared = SharedPrefixIndex()
     for number in range(20):
         shared.change(f"w{number}", "v", CHAINS[1][:2], ())
     run = shared.run_of(CHAINS[1], 1000)

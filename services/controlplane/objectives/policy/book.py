@@ -25,7 +25,7 @@ MAX_BURNS: Final = 2_000
 MAX_STEPS: Final = 4  # most steps of a model
 MAX_WINDOWS: Final = 256
 MAX_SHAPED: Final = 256  # models with shapes of traffic
-# part of their weight that shapes keep from one interval to the next: half of it after 4 hours
+# Part of their weight that shapes keep from one interval to the next: half of it after 4 hours.
 SHAPES_KEPT: Final = 0.97
 SOURCE_S: Final = 3600.0  # a source that was silent for so long has nothing left to send again
 REPORT_S: Final = 2.0  # the time between two reports of a gateway

@@ -31,7 +31,7 @@ class GateMetric(StrEnum):
     """What is compared. Margins of ratios 0..1 are differences; those of the others are factors."""
 
     ERROR_RATIO = "error_ratio"
-    # share of the requests that sent a token and were broken off; completion is the rest
+    # Share of the requests that sent a token and were broken off; completion is the rest.
     BROKEN_RATIO = "broken_ratio"
     TTFT_P95 = "ttft_p95"
     ITL_P95 = "itl_p95"
@@ -68,7 +68,7 @@ class GatePlan:
     false_pass_ratio: float = 0.05
     # Gates of the rollout that share the false alarms.
     gates: int = 1
-    # minimum for each arm before anything is judged
+    # Minimum for each arm before anything is judged.
     min_requests: int = 100
     min_sessions: int = 30
     # Metrics whose regression the operator accepts, and why. They are shown and do not count.

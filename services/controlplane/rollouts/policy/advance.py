@@ -15,8 +15,8 @@ from typing import Final
 from services.controlplane.objectives.policy.gates import GateMetric, GateReport, Verdict
 from services.controlplane.rollouts.policy.effects import (
     next_step_of,
-    replicas_beside,
     replicas_by_worker,
+    replicas_for_weight,
     replicas_of_arm,
     step_name,
     weight_of_step,
@@ -293,7 +293,7 @@ def _needed(rollout: Rollout, name: str, weight_bp: int, replicas: int) -> int:
         return replicas_of_arm(rollout, name, replicas)
     if weight_bp == 0 and rollout.steps and rollout.strategy is RolloutStrategy.CANARY:
         weight_bp = rollout.steps[0].weight_bp
-    find = replicas_by_worker if rollout.by_worker else replicas_beside
+    find = replicas_by_worker if rollout.by_worker else replicas_for_weight
     return find(weight_bp, replicas)
 
 

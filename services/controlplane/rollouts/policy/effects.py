@@ -54,10 +54,14 @@ def replicas_of_arm(rollout: Rollout, name: str, replicas: int) -> int:
     if rollout.strategy is RolloutStrategy.AB:
         arm, stable_bp = rollout.arm(name), WHOLE_BP - sum(one.weight_bp for one in rollout.arms)
         weight_bp = 0 if arm is None else arm.weight_bp
-        return max(1, replicas) if rollout.target == name else replicas_beside(weight_bp, replicas, stable_bp)
+        return (
+            max(1, replicas)
+            if rollout.target == name
+            else replicas_for_weight(weight_bp, replicas, stable_bp)
+        )
     if rollout.strategy is RolloutStrategy.SHADOW:
         return replicas_for(0 if rollout.shadow is None else rollout.shadow.fraction_bp, replicas)
-    return replicas_beside(_largest_weight(rollout), replicas)
+    return replicas_for_weight(_largest_weight(rollout), replicas)
 
 
 def kv_bp_of(rollout: Rollout, name: str) -> int:
@@ -87,7 +91,7 @@ def replicas_for(weight_bp: int, replicas: int) -> int:
     return max(1, math.ceil(replicas * weight_bp / WHOLE_BP))
 
 
-def replicas_beside(weight_bp: int, replicas: int, stable_bp: int | None = None) -> int:
+def replicas_for_weight(weight_bp: int, replicas: int, stable_bp: int | None = None) -> int:
     """Return the replicas that serve a weight while ``replicas`` stable ones keep ``stable_bp``.
 
     A replica has at most ``MOST_LOAD_RATIO`` times the traffic of a stable one, as long as no more replicas

@@ -9,7 +9,7 @@ from typing import Final
 from services.controlplane.rollouts.records import STABLE, Rollout
 from services.core.records import LoadedVersion, VersionState, Worker
 
-# reason of a version whose answers will not do, however often it is probed
+# Reason of a version whose answers will not do, however often it is probed.
 PROBE_FAILED: Final = "PROBE_FAILED"
 
 
@@ -21,7 +21,7 @@ class ArmFacts:
     ready: int = 0
     # Workers that report it in any state.
     loaded: int = 0
-    # workers on which it failed for good; ``why`` is the reason of one of them
+    # Workers on which it failed for good; ``why`` is the reason of one of them.
     failed: int = 0
     why: str = ""
     engine_restarts: int = 0

@@ -126,7 +126,7 @@ class OpenRequests:
         )
 
     def charge(self, request_id: str, usage: Usage, list_micros: int, post: Post) -> None:
-        """Book a request from its workers' reports, in place of an earlier charge. Without effect once its
+        """Book a request from its workers' reports, in place of an earlier charge. It has no effect once its
         gateway reported it."""
         waiting = self.waiting.get(request_id)
         if waiting is None:

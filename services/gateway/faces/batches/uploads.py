@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 UPLOAD_TIMEOUT_S: Final = 600.0
-# most bytes of the form without the file's own
+# Most bytes of the form without the file's own.
 FORM_BYTES: Final = 64 * 1024
 MAX_FIELDS: Final = 16
 MAX_VALUE_BYTES: Final = 1024

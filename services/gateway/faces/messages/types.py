@@ -20,24 +20,24 @@ class MessagesPart(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     text: str | None = None
     thinking: str | None = None
-    # signature of thinking, which has no effect
+    # Signature of thinking, which has no effect.
     signature: str | None = None
     data: str | None = None
-    # fields of tool_use
+    # Fields of tool_use.
     id: str | None = None
     name: str | None = None
     input: Any = None
-    # fields of tool_result
+    # Fields of tool_result.
     tool_use_id: str | None = None
     content: str | list[MessagesPart] | None = None
     # Stated in the text of the result.
     is_error: bool | None = None
-    # a tool that a search of the client's found, in a tool_reference
+    # A tool that a search of the client's found, in a tool_reference.
     tool_name: str | None = None
     cache_control: CacheControl | None = None
     # A hint: the sources of a text that another server's search found.
     citations: Any = None
-    # fields of a document or a search_result, which is refused by its source
+    # Fields of a document or a search_result, which is refused by its source.
     title: Any = None
     context: Any = None
     caller: Any = None

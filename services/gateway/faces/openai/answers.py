@@ -58,7 +58,7 @@ class UsageBody(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    # tokens of the reasoning of a chat; absent where several tokens spell the mark that ends it
+    # Tokens of the reasoning of a chat; absent where several tokens spell the mark that ends it.
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
@@ -173,7 +173,7 @@ class _Whole(Struct, frozen=True, kw_only=True):
     id: str
     # The object type in the dialect.
     object: str
-    # seconds of Unix time
+    # Seconds of Unix time.
     created: int
     model: str
     system_fingerprint: str

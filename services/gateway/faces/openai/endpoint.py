@@ -70,10 +70,10 @@ class ApiEndpoint:
     # What its body is read as, and what its answer and its errors are written from; None: not described.
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
-    # The media types of its body, none: it has no body; and those of its answer beside events.
+    # Media types of its body (none: it has no body) and of its answer, without events.
     takes: tuple[str, ...] = ()
     returns: tuple[str, ...] = (JSON,)
-    # The fields of its query string, and the request headers that it reads beside those of every route.
+    # Fields of its query string; ``headers`` are the request headers that only some routes read.
     query: type[Struct] | None = None
     headers: tuple[str, ...] = ()
     error: type[Struct] | None = ErrorBody

@@ -28,7 +28,7 @@ from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
 
-# prompts of one request that run at once; the others wait, and take no place in a queue
+# Prompts of one request that run at once; the others wait, and take no place in a queue.
 PROMPTS_AT_ONCE: Final = 32
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"

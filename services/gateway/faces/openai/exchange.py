@@ -73,9 +73,9 @@ class HttpLimits:
     max_body_bytes: int
     body_timeout_s: float = BODY_TIMEOUT_S
     write_timeout_s: float = WRITE_TIMEOUT_S
-    # time after which a stream begins without output; longer than a request waits in the queue
+    # Time after which a stream begins without output; longer than a request waits in the queue.
     status_wait_s: float = STATUS_WAIT_S
-    # time after which a WebSocket without a request is closed
+    # Time after which a WebSocket without a request is closed.
     socket_idle_s: float = SOCKET_IDLE_S
 
 
@@ -340,7 +340,7 @@ class Reply:
         self._abort: Callable[[], None] | None = offered_by(scope).get("cut")
         self._accepted: Callable[[], int] = offered_by(scope).get("accepted", lambda: 0)
         self._until_close = False  # the stream has no frames
-        # called for an answer to HTTP/1.0, which has no chunks and so ends with the connection
+        # Called for an answer to HTTP/1.0, which has no chunks and so ends with the connection.
         self._unframed: Callable[[int], None] | None = offered_by(scope).get("unframed")
 
     def add_header(self, name: bytes, value: bytes) -> None:

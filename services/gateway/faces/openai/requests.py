@@ -39,7 +39,7 @@ PRIORITIES: Final = {
     "interactive": common_pb2.PRIORITY_INTERACTIVE,
 }
 _TIERS: Final = {"flex": "batch", "priority": "interactive"}
-# Fields that constrain the output beside response_format, with the kind of their constraint.
+# Fields other than response_format that constrain the output, with the kind of their constraint.
 _GUIDES: Final = {
     "guided_json": "json_schema",
     "guided_regex": "regex",

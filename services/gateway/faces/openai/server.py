@@ -71,10 +71,10 @@ class _Protocol(HttpToolsProtocol):
         self._max_body_bytes = max_body_bytes
         self._in_head = True
         self._in_body = False
-        # bytes of the head, the body or the gap between requests, without its first read
+        # Bytes of the head, the body or the gap between requests, without its first read.
         self._read_bytes = 0
         self._body_bytes = 0
-        # limits of this request; an upload raises both once its caller is authenticated
+        # Limits of this request; an upload raises both once its caller is authenticated.
         self._body_limit_bytes, self._body_limit_s = max_body_bytes, self.body_timeout_s
         self._known = False  # a request on this connection had a credential
         self._serving = False  # such a request has no complete answer yet

@@ -138,7 +138,7 @@ class ChatTurn(Struct, forbid_unknown_fields=True, frozen=True):
     cache_control: CacheControl | None = None
     provider_specific_fields: Note | None = None  # LiteLLM's note of what another server added
     reasoning_details: list[Note] | None = None  # OpenRouter's
-    thinking_blocks: list[Note] | None = None  # LiteLLM's, beside reasoning_content
+    thinking_blocks: list[Note] | None = None  # LiteLLM's field next to reasoning_content
     extra_content: Note | None = None  # Gemini's
     annotations: list[Note] | None = None
     refusal: Annotated[str | None, About("The content, where there is none.")] = None

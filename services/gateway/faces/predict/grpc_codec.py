@@ -17,9 +17,9 @@ from services.gateway.faces.predict.http_codec import (
 )
 from services.gateway.rows.service import Inferred
 
-# parameter of a request: the metadata of a stream belongs to all its requests
+# Parameter of a request: the metadata of a stream belongs to all its requests.
 KEY_PARAMETER: Final = "idempotency_key"
-# parameters of an answer that an earlier request with the same key received
+# Parameters of an answer that an earlier request with the same key received.
 _REPLAYED: Final = {"replayed": v2_pb2.InferParameter(bool_param=True)}
 # The field of typed contents for each data type.
 _CONTENTS: Final = {

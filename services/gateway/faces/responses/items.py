@@ -23,7 +23,7 @@ from services.gateway.faces.transport.text_parts import ServedPart, found_text, 
 
 _CALLS: Final = ("function_call", "custom_tool_call")
 _OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
-# Calls of tools that another server ran, of which the text that they found is part of the turn.
+# Types of calls that another server's tools ran; the text that they found is part of the turn.
 _SERVED: Final = (
     *("web_search_call", "tool_search_call", "tool_search_output", "file_search_call", "mcp_list_tools"),
     *("mcp_call", "code_interpreter_call", "image_generation_call"),

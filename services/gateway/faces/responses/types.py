@@ -49,22 +49,22 @@ class ResponsesItem(Struct, forbid_unknown_fields=True, frozen=True, omit_defaul
     type: str = "message"
     id: Short | None = None
     status: Short | None = None
-    # fields of a message
+    # Fields of a message.
     role: str | None = None
     content: str | list[ResponsesPart] | None = None
     phase: Short | None = None
-    # fields of a call and its output
+    # Fields of a call and its output.
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
     input: str | None = None
     output: str | list[ResponsesPart] | None = None
-    # fields of reasoning
+    # Fields of reasoning.
     summary: list[ResponsesPart] | None = None
     encrypted_content: str | None = None
-    # tool namespace of a call's function
+    # Tool namespace of a call's function.
     namespace: str | None = None
-    # what a call of a server's tool does
+    # What a call of a server's tool does.
     action: Any = None
     # Hints of SDKs.
     parsed_arguments: Any = None
@@ -101,7 +101,7 @@ class ResponsesTool(Struct, forbid_unknown_fields=True, frozen=True):
     type: str
     name: str
     description: str | None = None
-    # fields of a function
+    # Fields of a function.
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     # A hint: a tool is in the prompt from the beginning.
@@ -109,7 +109,7 @@ class ResponsesTool(Struct, forbid_unknown_fields=True, frozen=True):
     # Of a custom tool, which takes one text: what the text is to look like. The model reads it; nothing holds
     # the text to it.
     format: dict[str, Any] | None = None
-    # tools of a namespace
+    # Tools of a namespace.
     tools: list[Raw] | None = None
 
 

@@ -21,7 +21,7 @@ from services.core.errors import FairwayError
 from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
 
-# interval of pings; a connection without an answer or other bytes in that time is closed
+# Interval of pings; a connection without an answer or other bytes in that time is closed.
 PING_S: Final = 20.0
 MESSAGE_S: Final = 60.0  # longest time from the first byte of a message to its last
 CLOSE_S: Final = 10.0  # time after which a client that does not close is cut

@@ -52,7 +52,7 @@ class EjectionPolicy:
     stale_s: float = 30.0  # time without steps after which the open window starts again
     base_ejection_time_s: float = 30.0
     max_ejection_time_s: float = 300.0
-    # largest part of the serving workers; one may always be ejected, and one always stays
+    # Largest part of the serving workers; one may always be ejected, and one always stays.
     max_ejection_ratio: float = 0.3
     probe_interval_s: float = 2.0  # minimum time between two requests to a probing worker
     probe_share_ratio: float = 0.04  # maximum share of the pool's requests for a probing worker

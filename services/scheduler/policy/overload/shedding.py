@@ -157,7 +157,7 @@ class SheddingOrder(Generic[Item]):
     """The waiting placements of one pool in shedding order. Each call is O(ranks)."""
 
     def __init__(self) -> None:
-        # items by number, in submission order: the newest is last
+        # Items by number, in submission order: the newest is last.
         self._items: dict[tuple[ShedRank, bool], dict[int, Item]] = {
             (rank, retried): {} for rank in ShedRank for retried in (True, False)
         }

@@ -70,7 +70,7 @@ class Candidate(Struct, frozen=True, gc=False):
     block_size: int
     slots: int  # sequences that it may still take
     max_model_len: int
-    # prompt tokens of accepted requests and outstanding grants, without the cached part
+    # Prompt tokens of accepted requests and outstanding grants, without the cached part.
     queued_prefill_tokens: int = 0
     ready: bool = True
     draining: bool = False
@@ -114,7 +114,7 @@ class Offer(NamedTuple):
 
 
 Filter = Callable[[PlaceQuery, Candidate], bool]
-# the last argument is the prompt tokens that the candidate would compute
+# The last argument is the prompt tokens that the candidate would compute.
 PromptFilter = Callable[[PlaceQuery, Candidate, int], bool]
 Scorer = Callable[[PlaceQuery, Offer], float]  # 0..1, 1 is best
 

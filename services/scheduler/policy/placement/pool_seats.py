@@ -90,7 +90,7 @@ class PoolSeats:
         # Bounds of the sizes for ``room``, while they are unchanged.
         self._bounds: tuple[int, int, int] | None = None
         self._away: dict[str, int] = {}  # the other seats by standing
-        # seats whose slots are taken, except for tenants below their share
+        # Seats whose slots are taken, except for tenants below their share.
         self._yielding: dict[str, _Seat] = {}
         self._futile: list[tuple[PlaceQuery, NoWorker]] = []
         self._profile: PlacementProfile | None = None

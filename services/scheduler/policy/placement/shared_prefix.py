@@ -25,7 +25,7 @@ from typing import Final
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 
 
-class SharedPrefixes:
+class SharedPrefixIndex:
     """Names of shared blocks by worker and engine, and the workers by name.
 
     An engine has the name of its only version, or of the first of those that it serves.
@@ -157,7 +157,7 @@ class SharedPrefixes:
 class SharedRun:
     """The shared beginning of one prompt by worker. Valid until the index changes."""
 
-    def __init__(self, prefixes: SharedPrefixes | None, chain: Sequence[int], prompt_tokens: int) -> None:
+    def __init__(self, prefixes: SharedPrefixIndex | None, chain: Sequence[int], prompt_tokens: int) -> None:
         self._prefixes = prefixes
         self._chain = chain
         self._prompt_tokens = prompt_tokens

@@ -72,7 +72,7 @@ def attention_of(rows: TokenRows) -> RowAttention:
     if min(rows.lengths) < rows.width:
         lengths = torch.tensor(rows.lengths, device=rows.ids.device)
         mask = torch.arange(rows.width, device=rows.ids.device) < lengths[:, None]
-        # true for the keys that are no padding, for all heads and queries of a row
+        # True for the keys that are no padding, for all heads and queries of a row.
         mask = mask[:, None, None, :]
     return partial(_padded, len(rows.lengths), mask)
 

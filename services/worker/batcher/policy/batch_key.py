@@ -27,7 +27,7 @@ class BatchKey:
     operation: Operation
     dtype: str  # number format of the computation
     inputs: tuple[TensorSpec, ...]  # the inputs as sent, sorted by name; a length is ``ANY``
-    # name, type and value of each parameter that changes results
+    # Name, type and value of each parameter that changes results.
     parameters: tuple[tuple[str, str, Parameter], ...]
 
     @staticmethod

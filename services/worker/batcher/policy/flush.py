@@ -48,7 +48,7 @@ class BatchLimits:
     # Working memory of a batch, measured when the model was loaded.
     row_bytes: int = 0
     token_bytes: int = 0
-    # most bytes of one batch's inputs
+    # Most bytes of one batch's inputs.
     input_bytes: int = 0
 
     def rows_at(self, width: int) -> tuple[int, FlushCause]:

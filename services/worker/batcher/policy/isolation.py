@@ -68,14 +68,14 @@ class IsolationRun:
 class Isolation:
     """The state of a search over the rows of one failed batch; each field is sorted as the batch was."""
 
-    suspects: tuple[int, ...]  # rows of which at least one is a cause
+    suspects: tuple[int, ...]  # rows that contain at least one cause
     aside: tuple[int, ...] = ()  # rows that no run has cleared or condemned
     answered: tuple[int, ...] = ()
     condemned: tuple[int, ...] = ()
     unresolved: tuple[int, ...] = ()
     deaths: tuple[int, ...] = ()  # processes that each condemned row ended by itself
     deadly: bool = False  # its failures end the process
-    apart: bool = True  # a sacrificial process can run
+    has_sacrificial: bool = True  # a sacrificial process can run
     lone_failures: int = 0  # failures of the only suspect
     lone_deaths: int = 0  # failures of the only suspect that ended the process
     runs: int = 0
@@ -100,11 +100,11 @@ class Isolation:
 
     @property
     def _place(self) -> RunPlace:
-        return RunPlace.SACRIFICIAL if self.deadly and self.apart else RunPlace.SERVING
+        return RunPlace.SACRIFICIAL if self.deadly and self.has_sacrificial else RunPlace.SERVING
 
     def in_serving(self) -> Isolation:
         """Return the state in which every run takes place in the process that serves."""
-        return replace(self, apart=False)
+        return replace(self, has_sacrificial=False)
 
     def after(self, failure: RunFailure | None) -> Isolation:
         """Return the state after the next run; ``failure`` is None if its rows were answered."""

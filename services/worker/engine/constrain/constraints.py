@@ -42,7 +42,7 @@ class _Output:
     consumed: int = 0
     # What its masks took beyond SHARE_S each; at most twice BURST_S, so that a slow output can recover.
     excess_s: float = FIRST_S
-    # Its next mask, computed apart, and why there is none.
+    # Its next mask if that is computed separately, and why there is none.
     mask: tuple[Bits, str] | None = None
 
     @property
@@ -90,14 +90,14 @@ class Constraints:
         *,
         compiling: Executor,
         masking: Executor,
-        apart: Executor,
+        slow_masking: Executor,
         processor_s: Callable[[], float] = time.thread_time,
     ) -> None:
         """Without grammars constraints are refused. ``processor_s`` is called in threads that fill masks."""
         self._found = grammars
         self._compiling = compiling
         self._masking = masking
-        self._apart = apart
+        self._slow_masking = slow_masking
         self._processor_s = processor_s
         self._pending: dict[int, Future[Matcher]] = {}
         self._masks: dict[int, Future[tuple[Bits, str]]] = {}  # masks that are computed in the other process
@@ -135,13 +135,13 @@ class Constraints:
         output = self._outputs.get(handle)
         return handle in self._masks or (output is not None and output.is_slow)
 
-    def mask_apart(self, sequence: SequenceState) -> None:
+    def mask_separately(self, sequence: SequenceState) -> None:
         """Start to compute the next mask of a sequence, if none is. ``take_masked`` returns it then."""
         if sequence.handle in self._masks:
             return
         output = self._outputs[sequence.handle]
         request = MaskRequest(output.matcher, 0, output.unconsumed(sequence))
-        self._masks[sequence.handle] = self._apart.submit(self._fill_one, output, request)
+        self._masks[sequence.handle] = self._slow_masking.submit(self._fill_one, output, request)
 
     def forget(self, handle: int) -> None:
         """Drop what is kept of a sequence; there may be nothing."""
@@ -178,7 +178,7 @@ class Constraints:
             if output is None:
                 continue
             # A sequence that was preempted meanwhile may be back before its mask is computed.
-            waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_apart)
+            waits = sequence.handle in self._masks or (output.is_slow and not sequence.is_suspect)
             request = MaskRequest(output.matcher, len(rows), output.unconsumed(sequence), proposals)
             output_masks.append(_OutputMasks(output, request, waits))
             rows += range(first, first + count)

@@ -92,7 +92,7 @@ class Samples:
     tokens: list[int]
     logprobs: dict[int, SampledLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    # hidden states after the final norm, as float32, by row of a sequence that embeds
+    # Hidden states after the final norm, as float32, by row of a sequence that embeds.
     embeddings: dict[int, bytes] = field(default_factory=dict)
     # Why a row has no mask.
     unmasked: dict[int, str] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Executor(Protocol):
         """Wait for the batch that was submitted first: as ``Runner.run``, with the exceptions of that."""
 
     def resize(self, blocks: int) -> None:
-        """As ``Runner.resize``; every batch was collected."""
+        """Do what ``Runner.resize`` does; every batch was collected."""
 
 
 def unknown_token(row: int) -> int:

@@ -204,7 +204,7 @@ def _constraints(config: EngineConfig, ready: Ready, stop_ids: frozenset[int]) -
         _grammars(config, ready, stop_ids),
         compiling=ThreadPoolExecutor(1, "grammars", initializer=_at_low_priority),
         masking=ThreadPoolExecutor(1, "masks"),
-        apart=ThreadPoolExecutor(1, "slow-masks", initializer=_at_low_priority),
+        slow_masking=ThreadPoolExecutor(1, "slow-masks", initializer=_at_low_priority),
     )
 
 

@@ -22,7 +22,7 @@ MIB: Final = 1 << 20
 PROFILED_BLOCKS: Final = 1  # size of the pool that the profiling step runs on
 LEAST_CONTEXT: Final = 1024  # tokens; a pool that holds less is of no use
 _LIMITS: Final = OutputLimits(max_tokens=1 << 20, min_tokens=1 << 20, stop_token_ids=(0,))
-# most pairs of queries and keys in a chunk that torch attends with: more take long on a CPU
+# Most pairs of queries and keys in a chunk that torch attends with: more take long on a CPU.
 MOST_PAIRS: Final = 1 << 24
 
 

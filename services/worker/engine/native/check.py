@@ -25,7 +25,7 @@ Row = list[float]
 Rows = list[Row]
 
 EPS: Final = 1e-5
-# Of values of size one: float32 sums of few terms; bfloat16 results, of which a norm's is rounded twice.
+# Largest differences for values of size one: float32 sums have few terms; a bfloat16 norm is rounded twice.
 NEAR: Final = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 ROWS: Final = 5
 WIDTH: Final = 24  # a vector of lanes and a half

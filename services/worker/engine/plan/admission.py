@@ -38,8 +38,8 @@ class StepAdmission:
         if not sequence.has_credit:
             self._places.put(sequence, Status.PARKED)
             return
-        if sequence.is_apart:
-            self._places.put(sequence, Status.APART)
+        if sequence.is_suspect:
+            self._places.put(sequence, Status.SUSPECT)
             return
         sequence.is_long = self._has_long_rest(sequence)
         self._places.put(sequence, Status.PREEMPTED if sequence.preemptions else Status.WAITING)

@@ -72,7 +72,7 @@ class Planner:
         )
         self._copies: list[tuple[int, int]] = []  # block copies of the step that is planned
         self._suspect: SequenceState | None = None  # the sequence that runs in steps of its own
-        self._apart_before = False  # the step before was one of these
+        self._suspect_before = False  # the step before was one of these
         self.preemptions = 0
 
     @property
@@ -90,7 +90,7 @@ class Planner:
         """Whether ``plan`` would return a batch."""
         places = self._places
         return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
-            (self._apart_head() or self._admission.head()) is not None
+            (self._suspect_head() or self._admission.head()) is not None
         )
 
     @property
@@ -108,7 +108,7 @@ class Planner:
     @property
     def has_suspects(self) -> bool:
         """Whether a sequence runs in steps of its own, or waits to."""
-        return bool(self._places.apart) or self._running_suspect() is not None
+        return bool(self._places.suspects) or self._running_suspect() is not None
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence, a constrained one when ``compiled``; the planner owns it from now on."""
@@ -238,7 +238,7 @@ class Planner:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
         self._places.move(sequence, Status.HELD)
 
-    def mask_apart(self, sequence: SequenceState) -> None:
+    def mask_separately(self, sequence: SequenceState) -> None:
         """Take a decoding sequence out of the plan, with its blocks, until its next mask is computed."""
         self._places.move(sequence, Status.MASKING)
 
@@ -250,7 +250,7 @@ class Planner:
     def stall(self, sequence: SequenceState) -> None:
         """Take a sequence out of the plan until it has credit. Its seat is free; its blocks stay until
         another sequence needs them. A suspect has run by then: what it lacks is a reader."""
-        sequence.set_apart(0)
+        sequence.run_alone(0)
         self._places.move(sequence, Status.STALLED)
 
     def remove(self, sequence: SequenceState, *, is_sound: bool = True) -> None:
@@ -288,20 +288,20 @@ class Planner:
         suspect = self._suspect
         if suspect is None or suspect.status not in (Status.PREFILLING, Status.DECODING):
             return None
-        return suspect if suspect.is_apart else None
+        return suspect if suspect.is_suspect else None
 
-    def _apart_head(self) -> SequenceState | None:
+    def _suspect_head(self) -> SequenceState | None:
         """Return the suspect that starts next, None while one runs or none may start."""
-        if not self._places.apart or self._running_suspect() is not None:
+        if not self._places.suspects or self._running_suspect() is not None:
             return None
-        return self._places.apart[0] if self._admission.may_start(self._places.apart[0]) else None
+        return self._places.suspects[0] if self._admission.may_start(self._places.suspects[0]) else None
 
     def _seat_suspect(self, handed_back: list[SequenceState]) -> bool:
         """Let the next suspect start; return whether others may start too: none overtakes a suspect that
         waits for blocks."""
-        if not self._places.apart or self._running_suspect() is not None:
+        if not self._places.suspects or self._running_suspect() is not None:
             return True
-        head = self._apart_head()
+        head = self._suspect_head()
         if head is None or not self._make_room(head, handed_back):
             return False
         self._copies += self._admission.admit(head)
@@ -317,8 +317,8 @@ class Planner:
             )
         decodes = [sequence for sequence in places.decoding if sequence is not suspect]
         prefills = [sequence for sequence in places.prefilling if sequence is not suspect]
-        self._apart_before = not self._apart_before or not (decodes or prefills)
-        if not self._apart_before:
+        self._suspect_before = not self._suspect_before or not (decodes or prefills)
+        if not self._suspect_before:
             return Batch(decodes, self._chunks(prefills, len(decodes)), copies=copies)
         if suspect.status is Status.DECODING:
             return Batch([suspect], [], copies=copies)

@@ -16,7 +16,7 @@ class SequenceSets:
     def __init__(self) -> None:
         self.waiting = WaitQueue()
         self.preempted = WaitQueue()
-        self.apart: list[SequenceState] = []  # suspects in order of arrival
+        self.suspects: list[SequenceState] = []  # suspects in order of arrival
         self.compiling: list[SequenceState] = []
         self.parked: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
@@ -27,7 +27,7 @@ class SequenceSets:
         self.returning: list[SequenceState] = []  # sequences in the order of their credit
         self.long_prefills = 0  # prefilling sequences with a long prompt
         self._lists = {
-            Status.APART: self.apart,
+            Status.SUSPECT: self.suspects,
             Status.COMPILING: self.compiling,
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
@@ -50,7 +50,7 @@ class SequenceSets:
     @property
     def without_kv(self) -> int:
         """How many sequences hold none."""
-        lined_up = len(self.waiting) + len(self.preempted) + len(self.apart)
+        lined_up = len(self.waiting) + len(self.preempted) + len(self.suspects)
         return lined_up + len(self.parked) + len(self.compiling)
 
     def holders(self) -> list[SequenceState]:
@@ -103,7 +103,7 @@ class SequenceSets:
         for status, group in (*self._lists.items(), (Status.PARKED, list(self.parked.values()))):
             assert all(sequence.status is status for sequence in group), f"a status is not {status}"
         assert self.long_prefills == sum(sequence.is_long for sequence in self.prefilling), "long prefills"
-        without_kv = (*self.parked.values(), *self.apart, *self.compiling)
+        without_kv = (*self.parked.values(), *self.suspects, *self.compiling)
         assert all(not sequence.blocks for sequence in without_kv), "a sequence that waits holds KV"
 
 

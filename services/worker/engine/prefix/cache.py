@@ -97,7 +97,7 @@ class PrefixCache:
         """
         cached, blocks = self._cached, self._blocks
         freed = 0
-        others: dict[int, int] = {}  # holders beside those seen
+        others: dict[int, int] = {}  # holders besides the counted ones
         for table in tables:
             place = self._shared(table)
             freed += blocks.freed_by([table[place:]])
@@ -284,7 +284,7 @@ class PrefixCache:
         size, root = self.block_size, sequence.prefix_names[0]
         start = blocks * size
         most = len(sequence.tokens) - 1 - start
-        if most == size - 1:  # the prompt ends with a block, of which the last token is computed again
+        if most == size - 1:  # The prompt ends with its block, and the last token is computed again.
             whole = self._cached.find(block_key(sequence, blocks, self.block_size))
             if whole is not None:
                 return whole, most

@@ -37,7 +37,7 @@ class CachedBlocks:
     def __init__(self, blocks: int, block_size: int) -> None:
         self._each = PREFIX_BLOCK_TOKENS // block_size
         self._kind = bytearray(blocks)
-        # hash of each block's prefix; a tail has its parent's, or its root
+        # Hash of each block's prefix; a tail has its parent's, or its root.
         self._key = array("Q", bytes(8 * blocks))
         self.root = array("Q", bytes(8 * blocks))
         self.refs = array("i", bytes(4 * blocks))

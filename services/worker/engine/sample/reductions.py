@@ -11,7 +11,7 @@ import torch
 
 
 class Reductions(Protocol):
-    """Of contiguous rows; the last dimension is reduced."""
+    """Rows are contiguous; the last dimension is reduced."""
 
     def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
         """Return float32 [rows, width] for x likewise."""

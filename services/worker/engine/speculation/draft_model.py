@@ -16,7 +16,7 @@ from services.worker.engine.execute.executor import Batch, PrefillChunk, Runner
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.sequence import SequenceState, Status
 
-# share of the token budget that the draft may compute to get to the text's end
+# Share of the token budget that the draft may compute to get to the text's end.
 MAX_CATCH_UP_RATIO: Final = 1 / 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.controller import RolloutController, gate_plan, judged
-from services.controlplane.rollouts.policy.effects import load_ratio, replicas_beside, route_of
+from services.controlplane.rollouts.policy.effects import load_ratio, replicas_for_weight, route_of
 from services.controlplane.rollouts.records import GateSettings, Rollout, RolloutPhase, RolloutStrategy
 from services.core.arms import ArmKey, ArmWindow, GateWindow
 from services.core.records import BurnAlert, Priority, Sli
@@ -101,7 +101,7 @@ def test_the_cost_counts_from_the_first_step_whatever_replicas(
     replicas: int, step: int, weight_bp: int, *, costly: bool
 ) -> None:
     """Batches of fewer sequences have larger shares: they cost no more, and steps that last longer do."""
-    needed = replicas_beside(weight_bp, replicas)
+    needed = replicas_for_weight(weight_bp, replicas)
     arms = (
         RouteArm("stable", OLD, WHOLE_BP - weight_bp, replicas),
         RouteArm("canary", NEW, weight_bp, needed),

@@ -17,9 +17,9 @@ from services.gateway.policy.batch_turns import (
     BatchPace,
     BatchProgress,
     UnfinishedBatch,
-    beside_older,
     is_temporary,
     next_batches,
+    not_oldest,
     yielding_turn,
 )
 
@@ -71,8 +71,8 @@ def test_a_batch_that_ends_waits_for_no_turn() -> None:
 
 
 def test_of_two_that_run_the_newer_one_yields() -> None:
-    assert beside_older(waiting("a1", "b1", "a2", "a3")) == {"a2", "a3"}
-    assert beside_older(waiting("a1", "b1")) == frozenset()
+    assert not_oldest(waiting("a1", "b1", "a2", "a3")) == {"a2", "a3"}
+    assert not_oldest(waiting("a1", "b1")) == frozenset()
 
 
 def test_a_batch_is_stalled_by_refusals_without_a_result() -> None:

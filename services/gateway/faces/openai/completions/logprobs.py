@@ -44,7 +44,7 @@ class PromptLogprob(Struct, frozen=True):
     decoded_token: str
 
 
-# log-probabilities by token id, in decimal; null for the first token
+# Log-probabilities by token id, in decimal; null for the first token.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
 from services.controlplane.rollouts.policy.advance import advance
-from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, load_ratio, replicas_beside
+from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, load_ratio, replicas_for_weight
 from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume, revert
 from services.controlplane.rollouts.records import (
@@ -379,7 +379,7 @@ def test_capped_classes_change_while_a_rollback_is_possible() -> None:
 def test_a_replica_has_no_more_load_than_a_stable_one_while_there_are_as_many(replicas: int) -> None:
     """Up to half of the traffic; the cost counts in the step that halves it."""
     for weight_bp in (1, 100, 500, 2500, 3400, 5000):
-        needed = replicas_beside(weight_bp, replicas)
+        needed = replicas_for_weight(weight_bp, replicas)
         arms = (
             RouteArm("stable", OLD, 10_000 - weight_bp, replicas),
             RouteArm("canary", NEW, weight_bp, needed),
@@ -387,7 +387,7 @@ def test_a_replica_has_no_more_load_than_a_stable_one_while_there_are_as_many(re
         load = load_ratio(ModelRoute("d", "s", arms), "canary")
         assert load <= MOST_LOAD_RATIO
         assert weight_bp < 5000 or load >= 1 / MOST_LOAD_RATIO
-    assert replicas_beside(7500, replicas) <= replicas
+    assert replicas_for_weight(7500, replicas) <= replicas
 
 
 def test_engines_that_crash_roll_the_candidate_back() -> None:

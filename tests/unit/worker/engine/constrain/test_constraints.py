@@ -319,7 +319,7 @@ def test_a_step_computes_masks_up_to_its_budget_and_the_others_in_the_next(alone
 def test_a_slow_output_delays_no_other_while_its_mask_is_computed(alone: Run) -> None:
     engine = with_masks_of(engine_of(), 1.0)
     assert engine._constraints is not None
-    apart = engine._constraints._apart = ManualExecutor()
+    apart = engine._constraints._slow_masking = ManualExecutor()
     begun = run(engine, map(member, (0, 2)), steps=1)
     others = run(engine, steps=5)
     assert set(others.tokens) == {2}
@@ -342,14 +342,14 @@ def test_a_slow_output_whose_masks_become_quick_is_in_the_steps_again() -> None:
     with_masks_of(engine, 0.0)
     run(engine, steps=90)
     assert not engine._constraints.is_slow(0)
-    engine._constraints._apart = ManualExecutor()  # which computes nothing
+    engine._constraints._slow_masking = ManualExecutor()  # which computes nothing
     assert run(engine).finished == {0: "length"}
 
 
 def test_commands_reach_a_sequence_whose_mask_is_computed_apart() -> None:
     engine = with_masks_of(engine_of(), 1.0)
     assert engine._constraints is not None
-    apart = engine._constraints._apart = ManualExecutor()
+    apart = engine._constraints._slow_masking = ManualExecutor()
     run(engine, map(member, (0, 1, 3)), steps=1)
     while len(apart.tasks) < 3:
         run(engine, steps=1)
@@ -371,7 +371,7 @@ def test_commands_reach_a_sequence_whose_mask_is_computed_apart() -> None:
 def test_a_sequence_that_is_preempted_while_its_mask_is_computed_apart_goes_on(alone: Run) -> None:
     engine = with_masks_of(engine_of(kv_blocks=7, max_model_len=112), 1.0)
     assert engine._constraints is not None
-    apart = engine._constraints._apart = ManualExecutor()
+    apart = engine._constraints._slow_masking = ManualExecutor()
     found = run(engine, [member(2), member(0)], steps=MOST)
     assert found.finished == {2: "length"}
     assert found.preemptions == 1
@@ -389,7 +389,7 @@ def test_a_sequence_that_is_preempted_while_its_mask_is_computed_apart_goes_on(a
 def test_suspects_are_masked_in_the_steps_that_they_have_alone(alone: Run) -> None:
     engine = with_masks_of(engine_of(), 1.0)
     assert engine._constraints is not None
-    engine._constraints._apart = ManualExecutor()
+    engine._constraints._slow_masking = ManualExecutor()
     found = run(engine, [structs.replace(member(0), apart_tokens=4), member(2)], steps=12)
     assert len(found.tokens[0]) == 4
     assert found.tokens[0] == alone.tokens[0][:4]

@@ -34,7 +34,7 @@ class Recorder:
         handles = tuple(sequence.handle for sequence in members)
         announced = self.page.members()
         assert announced == handles if not self.ahead else set(announced) >= set(handles)
-        if any(sequence.is_apart for sequence in members):
+        if any(sequence.is_suspect for sequence in members):
             assert announced == handles, "a suspect's step was submitted while another runs"
         self.steps.append(list(handles))
         return Samples([sequence.handle for sequence in batch.sampled])
