@@ -125,17 +125,6 @@ async def test_streams_of_the_python_client_have_what_its_whole_answers_have(too
     assert free.choices[0].content == free.text
 
 
-def test_a_chat_requires_a_call_of_a_question_and_not_of_a_result(tooled: Stack, tmp_path: Path) -> None:
-    (tmp_path / "tools.json").write_text(json.dumps([{"function": {"name": "now"}}]))
-    options = ("--model", tooled.model, "--tools", str(tmp_path / "tools.json"), "--tool-choice", "now")
-    with CommandLine(tooled.state).process("chat", *options, "--max-tokens", "60", "--seed", "3") as chat:
-        out, err = chat.communicate("What time is it?\nnoon\n", timeout=240)
-    assert chat.returncode == 0, err
-    assert out.startswith("now({"), out
-    assert out.count("now(") == 1, out
-    assert err.count("Enter what now returns.") == 1, err
-
-
 async def called(stack: Stack, *, lose_worker: bool) -> tuple[str, list[str], int]:
     """Return the arguments of a long call, its ids, and how often it was resumed."""
     generation = pb.Generation(model=stack.model, max_output_tokens=900, parts=True)

@@ -93,7 +93,7 @@ def test_the_roles_serve_these_services_and_no_other() -> None:
     """What a role registers is named by its descriptor: a service outside the protos would have no test."""
     roles = "".join(path.read_text() for path in (ROOT / "services/app/roles").glob("*.py"))
     registered = re.findall(r'services_by_name\["(\w+)"\]', roles)
-    assert len(registered) == len(re.findall(r"\bService\($", roles, re.MULTILINE))
+    assert len(registered) == len(re.findall(r"\bRpcService\($", roles, re.MULTILINE))
     assert sorted(registered) == sorted(each.descriptor.name for each in SERVICES)
 
 

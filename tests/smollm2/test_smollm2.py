@@ -27,6 +27,7 @@ from fairway.importing.sources import import_source
 from tests.clients.catalog import CLIENTS, ENVIRONMENTS
 from tests.clients.install import installed
 from tests.e2e.test_tools import CLIENT, SCHEMAS
+from tests.support.command_line import CommandLine
 from tests.support.stack import Stack
 
 PYTHON = Path(__file__).parents[2] / ".venv-openai" / "bin" / "python"
@@ -108,6 +109,17 @@ def test_a_required_and_a_named_call_match_their_schemas(stack: Stack) -> None:
         for _, name, arguments in found["calls"]:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
     assert [name for _, name, _ in answers["named"]["calls"]] == ["get_weather"]
+
+
+def test_a_chat_requires_a_call_of_a_question_and_not_of_a_result(stack: Stack) -> None:
+    options = ("--tools", "models/smollm2/tools.json", "--tool-choice", "get_weather", "--temperature", "0")
+    with CommandLine(stack.state).process("chat", *options) as chat:
+        out, err = chat.communicate("What is the weather in Paris?\n18 degrees and sunny\n", timeout=240)
+    assert chat.returncode == 0, err
+    call, answer = out.splitlines()
+    assert call == 'get_weather({"city": "Paris"})'
+    assert "18 degrees" in answer
+    assert err.count("Enter what get_weather returns.") == 1, err
 
 
 def test_an_evaluation_gives_the_figures_of_transformers(

@@ -64,6 +64,7 @@ from services.gateway.rows.service import Embeddings, Scores
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from simulator.stores.limiter import MemoryLimiter
+from tests.support.clocks import HandClock
 from tests.support.row_versions import reranker_version, tokenizer
 from tests.support.rows_gateway import CLOCK, KEY_HASH, PRICE, SECRET, RowsGateway, digest_of, rows_gateway
 from tests.support.waiting import until
@@ -469,7 +470,8 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: dict[str, Path]) -> None:
-    limiter = GatewayLimiter(MemoryLimiter(CLOCK), CLOCK, slices=SliceSettings(hot_per_s=3))
+    clock = HandClock()  # how much a slice holds depends on the demand of a second
+    limiter = GatewayLimiter(MemoryLimiter(clock), clock, slices=SliceSettings(hot_per_s=3))
     async with rows_gateway(folders, limiter=limiter, held=limiter) as gateway:
         gateway.put_tenant(
             Tenant(Meta("acme"), requests_per_minute=1_000_000, tokens_per_minute=1_000_000_000)
