@@ -96,4 +96,9 @@ def _download(store: S3Store, found: Mapping[str, Any], target: Path) -> Iterato
                 options["if_match"] = found["e_tag"]
             out.write(obstore.get(store, found["path"], options=options).bytes())
             yield end
+        if out.tell() != found["size"]:
+            part.unlink()
+            raise OSError(
+                f"{out.tell()} bytes of {found['size']} are there; is another import of it running?"
+            )
     part.rename(target)

@@ -48,7 +48,12 @@ def origin(source: str, report: Report) -> Origin:
     except (HTTPError, HFValidationError, OSError) as error:
         raise unreachable(f"{repository} at {revision}", error, check=_CHECK) from error
     commit = str(info.sha)
-    files = [file for file in (info.siblings or [])[:MAX_FILES] if _is_part(file.rfilename)]
+    files = [file for file in info.siblings or [] if _is_part(file.rfilename)]
+    if len(files) > MAX_FILES:
+        raise ImportRefused(
+            f"{repository} at {commit} has {len(files)} files of a model, more than {MAX_FILES}",
+            next_step="name a repository of one checkpoint",
+        )
     if not any(file.rfilename.endswith(".safetensors") for file in files):
         raise ImportRefused(
             f"{repository} at {commit} has no safetensors; nothing else is read from a hub",

@@ -299,18 +299,19 @@ def host_is_an_option(state: Path, stack: Stack) -> bool:
 
 
 def kill_leaves_nothing(state: Path, stack: Stack) -> bool:
-    """What was temporary is as before the killed installation, once the next one has stopped."""
+    """Nothing temporary of the killed installation is left once the next one has stopped."""
     supervisor = json.loads((state / "endpoints.json").read_text())["supervisor_pid"]
-    engines = {*Path(tempfile.gettempdir()).glob("fw-e-*")}
+    commands = " ".join(" ".join(each.info["cmdline"] or ()) for each in processes(state))
+    engines = {path for path in Path(tempfile.gettempdir()).glob("fw-e-*") if str(path) in commands}
     os.kill(supervisor, signal.SIGKILL)
     deadline_s = time.monotonic() + LONGEST_S
     while processes(state) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     fairway("up", "--detach", "--state-dir", str(state))
-    again = {*Path(tempfile.gettempdir()).glob("fw-e-*")}
     fairway("down", "--state-dir", str(state))
-    left = {*Path(tempfile.gettempdir()).glob("fw-e-*")} & again - engines
-    return not left and not list((state / "sockets").iterdir()) and not list(state.glob(".*.tmp"))
+    left = [path for path in engines if path.exists()]
+    left += [*(state / "sockets").iterdir(), *state.glob(".*.tmp")]
+    return bool(engines) and not left
 
 
 UNDER_LOAD: Final[Mapping[str, Callable[[Day], Awaitable[bool]]]] = {

@@ -138,8 +138,9 @@ def test_readme_and_client_pages_as_written(tmp_path: Path, openai_python: str) 
             assert "smollm2" in printed
             # Both blocks are one shell; the chat of the last one reads its question from the input.
             shown = shell("\n".join(rest), folder, environment, "What is the capital of France?\n")
-            assert "[DONE]" in shown, shown
-            assert "Paris" in shown, shown
+            streamed, _, chatted = shown.rpartition("[DONE]")
+            assert "chat.completion.chunk" in streamed, shown
+            assert "Paris" in chatted, shown
             path = {"PATH": f"{folder / '.venv' / 'bin'}:{environment['PATH']}"}
             for name, make in OWN:
                 publish = f"fairway models publish {make(tmp_path / name)} --name {name}"

@@ -160,7 +160,8 @@ async def import_(
 ) -> None:
     """Fetch a model, convert it where that is needed, and publish it as an immutable version.
 
-    An interrupted import continues where it stopped. Only data is read: no code of a source is run.
+    An interrupted import continues where it stopped; a package begins again. Only data is read: no code of a
+    source is run.
     """
     template = chat_template.read_text("utf-8") if chat_template is not None else ""
     place = (cache or StateDir.at(DEFAULT_STATE_DIR).imports).expanduser().absolute()

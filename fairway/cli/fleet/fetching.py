@@ -73,7 +73,7 @@ async def fetched(source: str, cache: Path, show: Show, changes: Changes) -> Imp
         raise CliError(
             "IMPORT_FAILED",
             f"cannot import {source}: {error}",
-            next_step="mend what it names, then run it again: what was fetched is kept",
+            next_step="mend what it names, then run it again",
         ) from error
 
 

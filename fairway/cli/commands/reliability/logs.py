@@ -82,13 +82,6 @@ class LogFile:
             rank = _LEVELS.index(level) if level in _LEVELS else _INFO
             self._shown = rank >= self.level and self._time >= self.since
         return self._shown
-        if isinstance(entry, dict):
-            level = str(entry.get("level", "info")).lower().replace("warn", "warning", 1)
-            level = "warning" if level.startswith("warning") else level
-            self._time = str(entry.get("timestamp") or entry.get("ts") or self._time)
-            rank = _LEVELS.index(level) if level in _LEVELS else 1
-            self._shown = rank >= self.level and self._time >= self.since
-        return self._shown
 
 
 def logs(
