@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=Enum)
-_numbers: Final = count()  # of the functions that compiled code calls
+_numbers: Final = count()  # numbers of the functions that compiled code calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class Mirror(Generic[V, M]):
         to_proto: Callable[..., M] = eval(f"lambda it, **more: Message({writes}, **more)", self._scope)
         from_proto: Callable[..., V] = eval(f"lambda it{more}: {self._read[:-1]}{more})", self._scope)
         as_fields: Callable[[V], dict[str, Any]] = eval(f"lambda it: dict({writes})", self._scope)
-        self.to_proto = to_proto  # of a value, with more fields by name
+        self.to_proto = to_proto  # writer of a value's message, with more fields by name
         self.from_proto = from_proto  # errors are those of the value's constructor and of the pairs
-        self.as_fields = as_fields  # of a value, for a message that has more than one
+        self.as_fields = as_fields  # writer of a value's fields, for a message that holds more than one value
 
     def each(self, name: str) -> Pair:
         """Return how a tuple of such values is written to a repeated field, and read back."""

@@ -3,7 +3,7 @@
     .venv/bin/python -m scripts.record_chat docs/chat.svg
 
 Starts an installation with SmolLM2 in a temporary folder and types into `fairway chat --tools` on a
-terminal: a question, what the called tool returns, and another question. The picture shows what the terminal
+terminal: a question, and what the called tool returns. The picture shows what the terminal
 received, at its times. Exit code 1, and no picture, when the model called no tool or did not answer.
 """
 
@@ -32,8 +32,8 @@ INPUTS: Final = (
     ("18 degrees and sunny", "tokens/s)"),
 )
 COMMAND: Final = ("chat", "--temperature", "0", "--tools", TOOLS, "--tool-choice", "get_weather")
-KEY_S: Final = 0.04  # between two keys
-PAUSE_S: Final = 1.2  # before a line is typed
+KEY_S: Final = 0.04  # time between two keys
+PAUSE_S: Final = 1.2  # time before a line is typed
 LONGEST_S: Final = 120.0
 LINES: Final = 14
 _CONTROLS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\x07")

@@ -21,7 +21,7 @@ HOLD_S: Final = 4.0  # the last picture stays, then the recording starts again
 class Piece:
     """Text as it was received, with its line breaks."""
 
-    at_s: float  # from the start of the recording
+    at_s: float  # time from the start of the recording
     text: str
     style: str  # class in the style sheet
 
@@ -30,7 +30,7 @@ class Piece:
 class Line:
     """Text at its place in the picture."""
 
-    at_s: float  # from the start of the recording
+    at_s: float  # time from the start of the recording
     column: int
     row: int
     text: str

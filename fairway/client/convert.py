@@ -52,7 +52,7 @@ _TOOL_MODES: Final = {
     "required": pb.TOOL_MODE_REQUIRED,
 }
 _MAX_TIMEOUT_S: Final = 86_400
-_OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")  # of a chat
+_OF_TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")  # options of a chat alone
 _SAMPLED: Final = frozenset(common.Sampling.DESCRIPTOR.fields_by_name)
 
 

@@ -64,9 +64,8 @@ class Changes:
     """What an imported checkpoint has in place of its source's own."""
 
     chat_template: str = ""  # "": the source's own
-    sampling: tuple[
-        tuple[str, float], ...
-    ] = ()  # defaults of sampling, by their name in generation_config.json
+    # Defaults of sampling, by their names in generation_config.json.
+    sampling: tuple[tuple[str, float], ...] = ()
 
 
 UNCHANGED: Final = Changes()

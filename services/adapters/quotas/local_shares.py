@@ -15,7 +15,7 @@ from services.ports.limiter import Reservation
 
 LEASE_S: Final = 60.0
 _MAX_TENANTS: Final = 100_000
-_MAX_LAPSED: Final = 1000  # of one tenant; older ones that are renewed after all hold no slot
+_MAX_LAPSED: Final = 1000  # most of one tenant; older ones that are renewed after all hold no slot
 
 
 @dataclass(slots=True)

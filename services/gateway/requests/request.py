@@ -164,7 +164,7 @@ class Request:
         self._work, self.reservation = work, work.reservation
         try:
             await self._on_a_route(work)
-        except OverQuota as error:  # of the scheduler
+        except OverQuota as error:  # The scheduler's refusal lacks the tenant's rates.
             error.request_rate = work.reservation.request_rate
             error.token_rate = work.reservation.token_rate
             raise

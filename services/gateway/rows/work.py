@@ -41,7 +41,7 @@ from services.ports.limiter import Reservation
 from services.ports.rows import RowRunner
 from services.rpc.convert.times import seconds_of
 
-_SHAPED_ROWS: Final = 64  # of a request, whose widths are recorded
+_SHAPED_ROWS: Final = 64  # most rows of a request whose widths are recorded
 # Returns the rows of the request for a version, within the tenant's quotas.
 Prepare = Callable[[TextModel, Signature], Awaitable[PreparedRows]]
 # Returns the outputs of the request from the ends of its rows, none of them an error.
@@ -57,7 +57,7 @@ class RowsParts:
     quotas: RequestQuotas
     ports: Ports
     runner: RowRunner
-    prefills: RowRunner  # of decoders that embed
+    prefills: RowRunner  # runner of the rows of decoders that embed
 
 
 class RowsJob(Struct, frozen=True):
@@ -66,7 +66,7 @@ class RowsJob(Struct, frozen=True):
     principal: Principal
     message: RowsMessage
     terms: RunTerms
-    operations: Sequence[Operation]  # of the models that it takes
+    operations: Sequence[Operation]  # operations of the models that it takes
     prepare: Prepare
     join: Join
 
@@ -78,10 +78,10 @@ class RowsAnswer(Struct, frozen=True):
     model: str
     version_digest: str
     outputs: tuple[RawTensor, ...]
-    tokens: tuple[int, ...]  # of each row
+    tokens: tuple[int, ...]  # number of tokens of each row
     usage: Usage
     clock: StageClock
-    replayed: bool = False  # of an earlier request with the same idempotency key
+    replayed: bool = False  # whether an earlier request with the same idempotency key computed it
     # The tenant's rates after this request, where they apply.
     request_rate: RateState | None = None
     token_rate: RateState | None = None

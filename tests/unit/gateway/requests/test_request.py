@@ -621,7 +621,7 @@ async def test_a_cancellation_at_any_turn_ends_it_once_and_settles_it_once(by_it
         assert harness.sink.end is not None, turns
         assert reported == harness.limiter.usage, turns
         assert len(reported) == 1, turns
-        harness.request.cancel()  # of one that has ended, without effect
+        harness.request.cancel()  # It has ended, so nothing follows.
         ends.add(type(harness.sink.end))
     assert ends == {errors.RequestCancelled, Finished}
 
