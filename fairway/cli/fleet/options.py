@@ -103,11 +103,11 @@ def smollm2_template() -> Path:
 
 
 def smollm2_changes() -> Changes:
-    """Return its template with tools, and the sampling that its authors recommend.
+    """Return its template with tools, and greedy decoding as its default.
 
-    At temperature 1 a model of its size answers with nonsense.
+    What a model of its size draws is often wrong: at 0.2, which its authors recommend, half of the answers.
     """
-    return Changes(smollm2_template().read_text("utf-8"), (("temperature", 0.2), ("top_p", 0.9)))
+    return Changes(smollm2_template().read_text("utf-8"), (("temperature", 0.0),))
 
 
 def bundled_checkpoint() -> Path:
