@@ -96,10 +96,11 @@ async def test_keys_without_answers_are_bounded_by_a_share_as_well(bench: Bench)
         )
 
     outcomes: list[object] = []
-    for first in range(0, 16_000, 200):
+    for first in range(0, 32_000, 200):
+        await bench.memory.measure()  # what is known then is the fill and not an estimate, on any machine
         outcomes += await claims("hoarder", first)
     assert {type(each) for each in outcomes} == {Owned, IdempotencyKeysExceeded}
-    assert sum(isinstance(each, Owned) for each in outcomes) < 8_000
+    assert await bench.used_bytes() < 0.6 * bench.max_bytes
     assert await bench.refused_writes() == 0
     assert {type(each) for each in await claims("other", 0)} == {Owned}
     await bench.limiter.admit("other", "r", limits(requests=10))
