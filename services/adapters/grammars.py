@@ -18,8 +18,7 @@ from typing import Any, Final
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from services.adapters.json_schemas import exact_schema
-from services.adapters.schema_parts import read
+from services.adapters.json_schemas import exact_schema, read
 from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from services.ports.grammars import Bits, GrammarRefused, MaskRequest, TokenizerUnusable
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     budget_message,

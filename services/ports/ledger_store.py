@@ -1,8 +1,7 @@
 """Port of the usage ledger's store: named objects that are written once.
 
 A name is taken by one writer: this is what keeps two ledgers from writing the same part of a log. Names are
-paths of lower-case letters, digits, ``-`` and ``/``. Implementations: ``adapters/ledger/folder.py``,
-``adapters/ledger/s3.py``.
+paths of lower-case letters, digits, ``-`` and ``/``. Implementations: ``adapters/ledger_stores.py``.
 """
 
 from __future__ import annotations

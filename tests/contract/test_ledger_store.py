@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.adapters.ledger.folder import FolderLedger
-from services.adapters.ledger.s3 import S3Ledger
+from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.core.errors import NotFound, StoreUnavailable
 from services.ports.ledger_store import LedgerStore
 from tests.support.memory_ledger import MemoryLedger

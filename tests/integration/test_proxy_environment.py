@@ -52,7 +52,7 @@ queue.shutdown()
     "blobs": """
 import obstore
 from pathlib import Path
-from services.adapters.blobs.s3_bucket import open_bucket
+from services.adapters.blobs.s3 import open_bucket
 from services.runtime.clock import SystemClock
 from services.runtime.config import load
 obstore.head(open_bucket(load({

@@ -17,7 +17,7 @@ import pytest
 from obstore.store import S3Store
 
 from fairway.cli import embedded
-from services.adapters.blobs.s3_bucket import open_bucket
+from services.adapters.blobs.s3 import open_bucket
 from services.runtime.clock import SystemClock
 from services.runtime.config import load
 from tests.support import local_servers

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
+import grpc
+import structlog
 from aetcd import rpc
 
 from services.adapters.commit_bounds import check_commit
 from services.adapters.etcd import watch as etcd_watch
-from services.adapters.etcd.channel import EtcdChannel
-from services.adapters.etcd.lease_stream import LeaseStream
-from services.adapters.etcd.space import EtcdSpace
+from services.adapters.etcd.channel import NEEDS_LEADER, EtcdChannel
 from services.adapters.etcd.watch import WatchTimes, entry_of, key_bytes, prefix_range
-from services.core.errors import StoreUnavailable
+from services.core.errors import FairwayError, StoreUnavailable
+from services.core.records import ASSIGNMENTS, EVENTS, STORE_GENERATION
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
@@ -30,9 +32,115 @@ from services.ports.store import (
     ValueIs,
     WatchBatch,
 )
+from services.runtime.reserve import RESERVE_RATIO, Reserve
+
+log = structlog.get_logger()
 
 _PAGE_KEYS: Final = 1000
 _LIST_ATTEMPTS: Final = 3
+_MEASURE_S: Final = 5.0
+# New keys that keep the fleet going. Leases, updates and deletions are never refused.
+_NEEDED: Final = (ASSIGNMENTS, EVENTS, STORE_GENERATION)
+
+
+class EtcdSpace:
+    """How much of its quota etcd uses: new objects of tenants and operators leave a part of it free.
+
+    At the quota etcd refuses every write, new leases included, until an operator acts.
+    """
+
+    def __init__(self, quota_bytes: int, clock: Clock) -> None:
+        mend = "delete what is not needed, or raise etcd's quota and FAIRWAY_ETCD_QUOTA_BYTES"
+        self.reserve = Reserve("etcd", mend, clock)
+        self._quota_bytes = quota_bytes
+        self._clock = clock
+        self._alarm = False
+
+    def problem(self) -> str:
+        """Return why etcd takes no writes; empty while it does."""
+        return (
+            "etcd has raised the alarm NOSPACE and takes no writes: free space, defragment it and disarm the "
+            "alarm, as docs/operations/troubleshooting.md describes"
+            if self._alarm
+            else ""
+        )
+
+    def check(self, operations: Sequence[Operation], conditions: Sequence[Condition]) -> None:
+        """Raise StorageFull for a commit that adds an object when the reserve is reached."""
+        if not self.reserve.reached:
+            return
+        absent = {one.key for one in conditions if isinstance(one, ModRevisionIs) and not one.revision}
+        for operation in operations:
+            adds = isinstance(operation, Put) and not operation.lease_id and operation.key in absent
+            if adds and not operation.key.startswith(_NEEDED):
+                raise self.reserve.refusal()
+
+    async def run(self, channel: EtcdChannel) -> None:
+        """Measure every few seconds, until cancelled."""
+        while True:
+            try:
+                self.note(await channel.unary(lambda s: s.maintenance.Status, rpc.StatusRequest(), 3.0))
+            except FairwayError as error:
+                log.debug("etcd.not_measured", error=error.message)
+            await self._clock.sleep(_MEASURE_S)
+
+    def note(self, status: Any) -> None:
+        """Take what a member reports of itself."""
+        alarm = any("NOSPACE" in each for each in status.errors)
+        if alarm != self._alarm:
+            log.warning("etcd.alarm_changed", raised=alarm, used_bytes=status.dbSizeInUse)
+        self._alarm = alarm
+        # The free pages of the file are used again, so that it does not grow past what was once in use.
+        used_bytes = self._quota_bytes if alarm else status.dbSizeInUse
+        self.reserve.measured(self._quota_bytes - used_bytes, int(self._quota_bytes * RESERVE_RATIO))
+
+
+class LeaseStream:
+    """Keep-alives of all leases over one stream, since a stream for each costs more than its message.
+
+    It is opened at the first use and again after a failure. The channel's owner closes it with the channel.
+    """
+
+    def __init__(self, channel: EtcdChannel) -> None:
+        self._channel = channel
+        self._call: Any = None
+        self._free = asyncio.Lock()  # one keep-alive at a time: answers come in order
+
+    async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
+        """Return for how many seconds the lease is extended; 0 when it has ended.
+
+        Raises StoreUnavailable, at the latest after ``timeout_s``.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._free:
+                is_reused = self._call is not None
+                try:
+                    return await self._exchange(lease_id)
+                except StoreUnavailable:
+                    if not is_reused:
+                        raise
+                    return await self._exchange(lease_id)  # only the old stream may be broken
+        except TimeoutError as error:
+            raise StoreUnavailable(f"etcd did not answer for {timeout_s:g} s", retry_after_s=1.0) from error
+
+    async def _exchange(self, lease_id: int) -> int:
+        """Send one keep-alive and return its answer. The stream is kept if both succeed."""
+        with self._channel.stubs() as stubs:
+            call, self._call = self._call, None
+            if call is None:
+                call = stubs.lease.LeaseKeepAlive(metadata=NEEDS_LEADER)
+            try:
+                await call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
+                answer = await call.read()
+                if answer is grpc.aio.EOF:
+                    raise StoreUnavailable("etcd ended the keep-alive", retry_after_s=1.0)
+                self._call = call
+            except asyncio.InvalidStateError as error:  # the stream broke since the last keep-alive
+                raise StoreUnavailable("the keep-alive stream is over", retry_after_s=1.0) from error
+            finally:
+                if self._call is None:
+                    call.cancel()
+            return int(answer.TTL)
 
 
 class EtcdStore:

@@ -3,19 +3,37 @@ successor within the call's time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
 
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import (
+    controlplane_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    slis_pb2,
+    slis_pb2_grpc,
+    usage_pb2,
+    usage_pb2_grpc,
+)
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
+from services.core.arms import SliReceipt, SliReport
 from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.ports.clock import Clock
 from services.rpc.channel import auth_metadata, open_channel
+from services.rpc.convert.slis import report_to_proto
 from services.rpc.status import from_rpc_error
 
 Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
+QUEUES_S: Final = 3.0
+_Stub = scheduler_pb2_grpc.SchedulerServiceStub
+REPORT_SLIS_S: Final = 10.0
+SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
+REPORT_USAGE_S: Final = 15.0
+USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
 
 
 class LeaderCalls:
@@ -63,3 +81,97 @@ class LeaderCalls:
 
     def _why(self, error: FairwayError | None) -> str:
         return f"no leader exists; start a {self._role}" if error is None else error.message
+
+
+class GrpcQueues(LeaderCalls):
+    """Queries of the leading scheduler, whose messages are forwarded to operators as they are.
+
+    Each call raises NoLeader within a bounded time when no scheduler leads.
+    """
+
+    def __init__(
+        self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, timeout_s: float = QUEUES_S
+    ) -> None:
+        super().__init__(directory, internal_token, clock, role="scheduler")
+        self._timeout_s = timeout_s
+
+    async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
+        """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
+        request = scheduler_pb2.ListPoolsRequest(page_size=size, page_token=token, tenant=tenant)
+        found: scheduler_pb2.ListPoolsResponse
+        found = await self.call(lambda channel: _Stub(channel).ListPools, request, self._timeout_s)
+        return found
+
+    async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse:
+        """Return how the placements of a request were decided, as far as the leader retains them."""
+        request = scheduler_pb2.ExplainRequest(request_id=request_id)
+        found: scheduler_pb2.ExplainResponse
+        found = await self.call(lambda channel: _Stub(channel).Explain, request, self._timeout_s)
+        return found
+
+    async def workers(self, *, size: int, token: str) -> scheduler_pb2.ListReportersResponse:
+        """Return a page of the workers that reported to the leader."""
+        request = scheduler_pb2.ListReportersRequest(page_size=size, page_token=token)
+        found: scheduler_pb2.ListReportersResponse
+        found = await self.call(lambda channel: _Stub(channel).ListReporters, request, self._timeout_s)
+        return found
+
+
+class GrpcSlis(LeaderCalls):
+    """Reports to and queries of the leader's store of service level indicators.
+
+    Implements the gateway's port and ``controlplane.objectives.listing.LeadingSlis``.
+    """
+
+    def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
+        super().__init__(directory, internal_token, clock, role="control plane")
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        request = slis_pb2.ReportSlisRequest(
+            source=source, first=first, oldest=oldest, reports=map(report_to_proto, reports)
+        )
+        answer: slis_pb2.ReportSlisResponse = await self.call(
+            lambda channel: slis_pb2_grpc.SliServiceStub(channel).ReportSlis, request, REPORT_SLIS_S
+        )
+        return SliReceipt(answer.last, answer.durable)
+
+    async def page(self, request: cp.ListSlisRequest) -> cp.ListSlisResponse:
+        answer: cp.ListSlisResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListSlis, request, SLIS_S
+        )
+        return answer
+
+    async def finished(self, request: cp.ListFinishedRequestsRequest) -> cp.ListFinishedRequestsResponse:
+        answer: cp.ListFinishedRequestsResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
+            request,
+            SLIS_S,
+        )
+        return answer
+
+
+class GrpcUsage(LeaderCalls):
+    """Reports to and queries of the leader's usage ledger.
+
+    Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.listing.LeadingLedger``.
+    """
+
+    def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
+        super().__init__(directory, internal_token, clock, role="control plane")
+
+    async def report(
+        self, source: str, first: int, events: Sequence[usage_pb2.UsageEvent], lost_until: int, apart: int
+    ) -> int:
+        request = usage_pb2.ReportUsageRequest(
+            source=source, first=first, events=events, lost_until=lost_until, apart=apart
+        )
+        answer: usage_pb2.ReportUsageResponse = await self.call(
+            lambda channel: usage_pb2_grpc.UsageServiceStub(channel).ReportUsage, request, REPORT_USAGE_S
+        )
+        return answer.last
+
+    async def page(self, request: cp.ListUsageRequest) -> cp.ListUsageResponse:
+        answer: cp.ListUsageResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListUsage, request, USAGE_S
+        )
+        return answer

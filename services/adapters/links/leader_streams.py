@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from fairway.v1 import scheduler_pb2
 from services.adapters.links.leader_links import OPEN_S, SILENCE_S
-from services.adapters.links.muxed_placement import PlacementLink
-from services.adapters.links.outgoing_slots import SlotsMessage
+from services.adapters.links.muxed_placement import PlacementLink, SlotsMessage
 from services.adapters.links.reporter import ReportLink
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.errors import NoLeader

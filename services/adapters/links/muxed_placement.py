@@ -17,15 +17,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final, Protocol, TypeAlias
 
 import structlog
 
 from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_linked
-from services.adapters.links.outgoing_slots import OutgoingSlots, SlotsMessage
 from services.core.backoff import Backoff
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
 from services.core.fixed_cost.explained import RowsExplanation
@@ -47,6 +46,60 @@ _PRESSURE_AGE_S: Final = 5.0
 _ALONE_TURN_S: Final = 0.05  # shortest period of fallback placement
 _ALONE_LOOK_S: Final = 1.0  # longest period between two checks whether a leader responds
 _BACKOFF: Final = Backoff(first_s=0.05, max_s=2.0)
+_SLOTS_BATCH: Final = 2048  # most entries of each kind in one message
+MAX_EXPLAINED: Final = 256  # the same of explanations
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsMessage:
+    """What one message to the leader says of slots and rows."""
+
+    demands: Sequence[SlotDemand] = ()
+    returned: Sequence[SlotReturn] = ()
+    # Explanations by request; None: nothing is stored.
+    explained: Mapping[str, RowsExplanation | None] = field(default_factory=dict)
+
+
+class OutgoingSlots:
+    """Of each version and tenant the newest demand, of each lease the newest return. Bounded by those, and by
+    ``MAX_EXPLAINED`` explanations."""
+
+    def __init__(self) -> None:
+        self._demands: dict[tuple[str, str], SlotDemand] = {}  # all with rows
+        self._unsent: dict[tuple[str, str], SlotDemand] = {}
+        self._returns: dict[tuple[str, str, str], SlotReturn] = {}
+        self._explained: dict[str, RowsExplanation | None] = {}  # explanations by request
+
+    def __bool__(self) -> bool:
+        return bool(self._unsent or self._returns or self._explained)
+
+    def demand(self, wanted: SlotDemand) -> None:
+        key = wanted.digest, wanted.tenant
+        if wanted.rows:
+            self._demands[key] = wanted
+        else:
+            self._demands.pop(key, None)
+        self._unsent[key] = wanted
+
+    def returned(self, found: SlotReturn) -> None:
+        self._returns[found.worker_id, found.digest, found.tenant] = found
+
+    def explained(self, request_id: str, found: RowsExplanation | None) -> None:
+        if len(self._explained) < MAX_EXPLAINED:  # the leader does without the others
+            self._explained[request_id] = found
+
+    def restart(self) -> None:
+        """Send every demand again: to another leader, or on another stream. Its leases are new."""
+        self._unsent = dict(self._demands)
+        self._returns.clear()
+        self._explained.clear()
+
+    def take(self) -> SlotsMessage:
+        """Return and clear one message's part of all."""
+        demands = [self._unsent.pop(key) for key in list(self._unsent)[:_SLOTS_BATCH]]
+        returns = [self._returns.pop(name) for name in list(self._returns)[:_SLOTS_BATCH]]
+        explained, self._explained = self._explained, {}
+        return SlotsMessage(demands, returns, explained)
 
 
 class PlacementLink(LeaderLink[PlacementFrame], Protocol):

@@ -4,19 +4,285 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
-from services.adapters.links.frame_dispatch import NotStarted
-from services.adapters.links.worker_link import WorkerLink
+import structlog
+
+from fairway.task_group import TaskGroup
+from fairway.v1 import scheduler_pb2, worker_pb2
+from services.adapters.links.frame_dispatch import NotStarted, SinkTable
+from services.core.errors import FairwayError
 from services.core.fixed_cost.rows import RowSpec
 from services.core.generation import AnyGrant, StartSpec
 from services.ports.clock import Clock
-from services.ports.streams.message_stream import StreamClient
+from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost
 from services.ports.worker import RowSink, RunningRow, RunningSequence, SequenceSink
+from services.rpc.convert.rows import row_to_proto
+from services.rpc.convert.worker import frame_from_proto, start_to_proto
+from services.rpc.methods import EXECUTE
 from services.runtime.supervisor import Supervisor
 
 MAX_LINKS: Final = 4096
 _TOO_MANY: Final = f"{MAX_LINKS} worker streams are open"
+CHECK_S: Final = 1.0  # interval of checks
+ANSWER_S: Final = 5.0  # longest time without a response to a start, from a worker that sends heartbeats
+log = structlog.get_logger()
+
+MAX_WAITING_STARTS: Final = 4096
+MAX_MESSAGE_TOKENS: Final = 1_000_000  # most tokens of the starts in one message, unless it has only one
+MAX_WAITING_ROWS: Final = 65536
+MAX_MESSAGE_ROWS: Final = 1024
+MAX_MESSAGE_ROW_BYTES: Final = 4 * 1024 * 1024  # most input bytes of the rows in one message
+_Stream: TypeAlias = ClientStream[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+
+class Outgoing:
+    """Commands not sent yet: starts and rows in order, credits added up, cancels."""
+
+    def __init__(self) -> None:
+        self.starts: dict[int, StartSpec] = {}
+        self.rows: dict[int, RowSpec] = {}
+        self.credits: dict[int, int] = {}
+        self.cancels: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.starts or self.rows or self.credits or self.cancels)
+
+    def forget(self, handle: int) -> StartSpec | None:
+        """Remove and return the start of a sequence that was not sent yet."""
+        self.credits.pop(handle, None)
+        return self.starts.pop(handle, None)
+
+    def take_request(self) -> worker_pb2.ExecuteRequest:
+        """Return one message of bounded size. The rest stays for the next one."""
+        request = worker_pb2.ExecuteRequest(cancels=self.cancels)
+        self.cancels = []
+        room = MAX_MESSAGE_TOKENS
+        for handle in list(self.starts):
+            spec = self.starts[handle]
+            room -= len(spec.generation.prompt.ids) + len(spec.produced_ids)
+            if room < 0 and request.starts:
+                break
+            del self.starts[handle]
+            request.starts.append(start_to_proto(handle, spec))
+        credits_, self.credits = self.credits, {}
+        for handle, tokens in credits_.items():
+            if handle in self.starts:  # a credit follows its start
+                self.credits[handle] = tokens
+            else:
+                request.credit.handles.append(handle)
+                request.credit.tokens.append(tokens)
+        self._take_rows(request)
+        return request
+
+    def _take_rows(self, request: worker_pb2.ExecuteRequest) -> None:
+        size = 0
+        for handle in list(self.rows):
+            spec = self.rows[handle]
+            size += sum(len(tensor.data) for tensor in spec.inputs)
+            if request.rows and (size > MAX_MESSAGE_ROW_BYTES or len(request.rows) >= MAX_MESSAGE_ROWS):
+                return
+            del self.rows[handle]
+            request.rows.append(row_to_proto(handle, spec))
+
+
+class WorkerLink:
+    """One stream to one worker, from its opening until it breaks or is idle for too long. It is not
+    reopened."""
+
+    def __init__(
+        self,
+        address: str,
+        streams: StreamClient,
+        clock: Clock,
+        *,
+        gateway_id: str,
+        after_frame: Callable[[], None] | None,
+        unsent: Callable[[AnyGrant], None] | None,
+        silence_s: float,
+        idle_s: float,
+    ) -> None:
+        self.address = address
+        self.closed = False
+        self.task: asyncio.Task[None] | None = None
+        self._streams = streams
+        self._clock = clock
+        self._gateway_id = gateway_id
+        self._after_frame = after_frame
+        self._unsent = unsent
+        self._silence_s = silence_s
+        self._sinks = SinkTable()
+        self._outgoing = Outgoing()
+        self._woken = asyncio.Event()
+        self._health = LinkHealth(self._sinks, clock.monotonic_s(), silence_s=silence_s, idle_s=idle_s)
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
+        if len(self._outgoing.starts) >= MAX_WAITING_STARTS:
+            asyncio.get_running_loop().call_soon(sink.on_lost, "the worker does not read its starts")
+            return NotStarted()
+        handle = self._sinks.add(sink)
+        self._outgoing.starts[handle] = spec
+        self._woken.set()
+        return _Sequence(self, handle)
+
+    def start_row(self, spec: RowSpec, sink: RowSink) -> RunningRow:
+        if len(self._outgoing.rows) >= MAX_WAITING_ROWS:
+            asyncio.get_running_loop().call_soon(sink.on_lost, "the worker does not read its rows")
+            return NotStarted()
+        handle = self._sinks.add_row(sink)
+        self._outgoing.rows[handle] = spec
+        self._woken.set()
+        return _Sequence(self, handle)
+
+    def credit(self, handle: int, tokens: int) -> None:
+        if handle in self._sinks:
+            credits_ = self._outgoing.credits
+            credits_[handle] = credits_.get(handle, 0) + tokens
+            self._woken.set()
+
+    def cancel(self, handle: int) -> None:
+        if not self._sinks.drop(handle):
+            return
+        if self._outgoing.rows.pop(handle, None) is not None:
+            return
+        if (spec := self._outgoing.forget(handle)) is not None:
+            self._give_back(spec)
+        else:
+            self._outgoing.cancels.append(handle)
+            self._woken.set()
+
+    async def close(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
+
+    async def run(self) -> None:
+        """Run the stream until it ends, for any reason; then notify every sink with the reason."""
+        stream: _Stream | None = None
+        message = "the stream to the worker was closed"
+        try:
+            stream = await self._streams.open(self.address, EXECUTE, timeout_s=self._silence_s)
+            message = await self._carry(stream)
+        except StreamLost as lost:
+            message = _ended(lost)
+        finally:
+            self.closed = True
+            self._lose_all(message)
+            if stream is not None:
+                await stream.close()
+
+    def _lose_all(self, message: str) -> None:
+        if len(self._sinks):
+            log.warning("worker.lost", address=self.address, sequences=len(self._sinks), reason=message)
+        for handle in list(self._outgoing.starts):
+            if (spec := self._outgoing.forget(handle)) is not None:
+                self._give_back(spec)
+        self._outgoing.rows.clear()
+        self._sinks.lose_all(message)
+
+    async def _carry(self, stream: _Stream) -> str:
+        """Read, write and check the health until one of them ends the stream; return the reason."""
+        try:
+            async with TaskGroup() as group:
+                group.create_task(self._write(stream))
+                group.create_task(self._watch())
+                await stream.read_each(self._receive)
+        except BaseExceptionGroup as errors:
+            error = errors.exceptions[0]
+            if isinstance(error, StreamLost | FairwayError):
+                return _ended(error)
+            raise error from None
+
+    def _receive(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Pass a frame to its sinks; a heartbeat has none. Raises InvalidInput."""
+        if not response.HasField("heartbeat"):
+            self._sinks.dispatch(frame_from_proto(response))
+        self._health.received(self._clock.monotonic_s())
+        if self._after_frame is not None:
+            self._after_frame()
+
+    async def _write(self, stream: _Stream) -> None:
+        """The only writer. Everything requested since its last message goes into the next one."""
+        hello = scheduler_pb2.GatewayHello(gateway_id=self._gateway_id)
+        await stream.write(worker_pb2.ExecuteRequest(hello=hello))
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while self._outgoing:
+                request = self._outgoing.take_request()
+                self._sinks.sent((start.handle for start in request.starts), self._clock.monotonic_s())
+                await stream.write(request)
+
+    async def _watch(self) -> None:
+        """End a stream that its ``LinkHealth`` reports as over."""
+        checked_s = self._clock.monotonic_s()
+        while True:
+            await self._clock.sleep(CHECK_S)
+            now_s = self._clock.monotonic_s()
+            if (why := self._health.reason_to_end(now_s, checked_s=checked_s)) is not None:
+                self.closed = True
+                raise StreamLost(why)
+            checked_s = now_s
+
+    def _give_back(self, spec: StartSpec) -> None:
+        if self._unsent is not None:
+            self._unsent(spec.grant)
+
+
+class _Sequence:
+    __slots__ = ("_handle", "_link")
+
+    def __init__(self, link: WorkerLink, handle: int) -> None:
+        self._link = link
+        self._handle = handle
+
+    def credit(self, tokens: int) -> None:
+        self._link.credit(self._handle, tokens)
+
+    def cancel(self) -> None:
+        self._link.cancel(self._handle)
+
+
+def _ended(error: StreamLost | FairwayError) -> str:
+    return f"the stream to the worker ended: {error.message}"
+
+
+class LinkHealth:
+    """Judges the silence, unanswered starts and idleness of one stream, by its sinks and its last message.
+
+    Times are of one monotonic clock.
+    """
+
+    def __init__(self, sinks: SinkTable, now_s: float, *, silence_s: float, idle_s: float) -> None:
+        """A worker silent for ``silence_s`` is lost; a stream without sequences ends after ``idle_s``."""
+        self._sinks = sinks
+        self._silence_s = silence_s
+        self._idle_s = idle_s
+        self._received_s = self._busy_s = now_s
+
+    def received(self, now_s: float) -> None:
+        """Record that a message of the worker was received, which may be a heartbeat."""
+        self._received_s = now_s
+
+    def reason_to_end(self, now_s: float, *, checked_s: float) -> str | None:
+        """Return the reason to end the stream: it is silent, starts are unanswered, or it is idle. None if
+        healthy. ``checked_s`` is the time of the owner's last check.
+
+        A late check means that this process stalled, so that received messages are still unread: every wait
+        for the worker starts again.
+        """
+        if now_s - checked_s > 2 * CHECK_S:
+            self._received_s = now_s
+            self._sinks.excuse(now_s)
+        if len(self._sinks):
+            self._busy_s = now_s
+        if now_s - self._received_s > self._silence_s:
+            return f"the worker sent nothing for {self._silence_s:g} s"
+        if (unanswered_s := self._sinks.unanswered_s(now_s)) > ANSWER_S:
+            return f"the worker sends heartbeats but answered no start for {unanswered_s:.0f} s"
+        if now_s - self._busy_s > self._idle_s:
+            return "the stream was idle"
+        return None
 
 
 class MuxedWorkers:

@@ -17,7 +17,7 @@ import asyncio
 import errno
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,16 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters.model_files import folders as model_folders
-from services.adapters.model_files.chunks import ChunkFetcher
 from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.threads import in_thread
-from services.core.errors import FailedPrecondition, IntegrityError, NotFound, StoreUnavailable
+from services.core.errors import (
+    FailedPrecondition,
+    IntegrityError,
+    NotFound,
+    SlowReader,
+    StoreUnavailable,
+    Unavailable,
+)
 from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
 from services.core.rollouts.computation import computation_digest
 from services.ports.clock import Clock
@@ -45,6 +51,64 @@ _HEX_DIGITS: Final = 64  # hex digits of the version at the beginning of a folde
 _STALE_PARTIALS: Final = 8
 RESERVE_BYTES: Final = 64 * 1024 * 1024
 _OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
+_CHUNK_TRIES: Final = 2
+# Long enough for a registry to restart. Beyond it the caller decides.
+_PATIENCE_S: Final = 30.0
+_BACKOFF_FIRST_S: Final = 0.2
+_BACKOFF_MOST_S: Final = 5.0
+
+
+class ChunkFetcher:
+    """Fetches verified chunks: resumed after a broken connection, repeated when damaged."""
+
+    def __init__(self, registry: VersionSource, clock: Clock) -> None:
+        self._registry = registry
+        self._clock = clock
+
+    async def fetch(self, file: ManifestFile, index: int) -> bytes:
+        """Return one verified chunk. Damaged bytes are requested once more, then raise IntegrityError."""
+        for attempt in range(_CHUNK_TRIES):
+            data = await self._receive(file, index)
+            if await in_thread(sha256_of, data) == file.chunks[index]:
+                return data
+            log.warning("model_chunk.received_damaged", path=file.path, chunk=index, attempt=attempt + 1)
+        raise IntegrityError(
+            f"chunk {index} of {file.path} is not {file.chunks[index]}, twice",
+            path=file.path,
+            chunk=index,
+            digest=file.chunks[index],
+        )
+
+    async def _receive(self, file: ManifestFile, index: int) -> bytes:
+        """Return the bytes that the registry sends, at most one more than the chunk's size.
+
+        A broken connection is resumed at the byte where it broke, with capped backoff, until nothing was
+        received for ``_PATIENCE_S``.
+        """
+        size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
+        received_s = self._clock.monotonic_s()
+        while True:
+            try:
+                async with aclosing(self._registry.download(file.chunks[index], len(received))) as pieces:
+                    async for piece in pieces:
+                        received += piece[: size + 1 - len(received)]
+                        received_s, delay_s = self._clock.monotonic_s(), _BACKOFF_FIRST_S
+                        if len(received) > size:
+                            break
+                return bytes(received)
+            except NotFound as exc:
+                raise NotFound(
+                    f"the registry has chunk {index} of {file.path} no more: publish the version again",
+                    path=file.path,
+                    chunk=index,
+                    digest=file.chunks[index],
+                ) from exc
+            except (Unavailable, SlowReader) as exc:  # SlowReader: this process stalled
+                if self._clock.monotonic_s() - received_s > _PATIENCE_S:
+                    raise
+                log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
+                await self._clock.sleep(delay_s)
+                delay_s = min(_BACKOFF_MOST_S, delay_s * 2)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from fairway.v1 import (
     usage_pb2,
     usage_pb2_grpc,
 )
-from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role

@@ -8,8 +8,7 @@ from secrets import token_bytes, token_hex
 from typing import Final
 
 from services.adapters.blobs.folder import FolderBlobs
-from services.adapters.blobs.s3 import S3Blobs
-from services.adapters.blobs.s3_bucket import open_bucket
+from services.adapters.blobs.s3 import S3Blobs, open_bucket
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.record_cipher import RecordCipher
 from services.app.environment import Environment

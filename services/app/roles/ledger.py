@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.adapters.blobs.s3_bucket import open_bucket
-from services.adapters.grpc.usage import GrpcUsage
-from services.adapters.ledger.folder import FolderLedger
-from services.adapters.ledger.s3 import S3Ledger
+from services.adapters.blobs.s3 import open_bucket
+from services.adapters.grpc.leader_calls import GrpcUsage
+from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.roles.shared import open_directory

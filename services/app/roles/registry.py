@@ -8,8 +8,7 @@ from fairway.v1 import (
 )
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.observed import ObservedBlobs
-from services.adapters.blobs.s3 import S3Blobs
-from services.adapters.blobs.s3_bucket import open_bucket
+from services.adapters.blobs.s3 import S3Blobs, open_bucket
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing

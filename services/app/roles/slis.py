@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.adapters.grpc.slis import GrpcSlis
+from services.adapters.grpc.leader_calls import GrpcSlis
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory

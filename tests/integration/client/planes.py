@@ -14,7 +14,7 @@ from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.blobs.folder import FolderBlobs
-from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder

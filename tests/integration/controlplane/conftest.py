@@ -6,7 +6,7 @@ import pytest_asyncio
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
-from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.service import ControlPlaneService

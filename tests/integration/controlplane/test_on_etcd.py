@@ -14,7 +14,7 @@ import pytest_asyncio
 from fairway.v1 import common_pb2, controlplane_pb2_grpc
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.grpc.queues import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.quarantine.store import StoreQuarantine
 from services.controlplane.event_log import EventRecorder

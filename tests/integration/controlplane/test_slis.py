@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.grpc.queues import GrpcQueues
-from services.adapters.grpc.slis import GrpcSlis
+from services.adapters.grpc.leader_calls import GrpcQueues, GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.objectives.listing import SliListing

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fairway.v1 import usage_pb2 as pb
-from services.adapters.ledger.folder import FolderLedger
+from services.adapters.ledger_stores import FolderLedger
 from services.adapters.usage.outbox import DiskOutbox
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import UsageReport

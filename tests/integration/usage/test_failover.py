@@ -13,8 +13,7 @@ import pytest
 import pytest_asyncio
 
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.ledger.folder import FolderLedger
-from services.adapters.ledger.s3 import S3Ledger
+from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.controlplane.usage.ledger import UsageLedger
 from services.core.errors import FairwayError, NoLeader
 from services.ports.ledger_store import LedgerStore

@@ -18,8 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.adapters.grammars import GuidanceGrammars, grammars_of
-from services.adapters.json_schemas import FORMATS, exact_schema
-from services.adapters.schema_parts import read
+from services.adapters.json_schemas import FORMATS, exact_schema, read
 from services.core.generation import Constraint, ConstraintKind
 from services.ports.grammars import GrammarRefused, MaskRequest
 

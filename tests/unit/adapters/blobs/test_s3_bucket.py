@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.adapters.blobs.s3_bucket import credentials_of, open_bucket
+from services.adapters.blobs.s3 import credentials_of, open_bucket
 from services.core.errors import StoreUnavailable
 from services.runtime.clock import SystemClock
 from services.runtime.config import ConfigError, load

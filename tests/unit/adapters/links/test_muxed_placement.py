@@ -10,8 +10,12 @@ from random import Random
 import pytest
 import structlog
 
-from services.adapters.links.muxed_placement import MuxedPlacement, PlacementLink, PlacementSettings
-from services.adapters.links.outgoing_slots import SlotsMessage
+from services.adapters.links.muxed_placement import (
+    MuxedPlacement,
+    PlacementLink,
+    PlacementSettings,
+    SlotsMessage,
+)
 from services.core.errors import FairwayError, NoLeader, QueueFull, QueueTimeout, ShareExceeded
 from services.core.fleet import Granted, PlacementFrame, PlacementRefused, PoolMember
 from services.core.generation import FallbackGrant, Grant, NotAdmittedReason, PlaceSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.adapters.links.outgoing_slots import MAX_EXPLAINED, OutgoingSlots, SlotsMessage
+from services.adapters.links.muxed_placement import MAX_EXPLAINED, OutgoingSlots, SlotsMessage
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.adapters.links.prefix_backlog import PrefixBacklog
+from services.adapters.links.report_deltas import PrefixBacklog
 from services.core.fleet import PoolSnapshot
 
 

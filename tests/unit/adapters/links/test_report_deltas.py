@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.adapters.links.prefix_backlog import PrefixBacklog
-from services.adapters.links.report_deltas import DeltaKeeper
+from services.adapters.links.report_deltas import DeltaKeeper, PrefixBacklog
 from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage, TenantTokens
 from services.core.records import Priority
 

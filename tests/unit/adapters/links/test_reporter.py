@@ -11,8 +11,7 @@ from random import Random
 
 import pytest
 
-from services.adapters.links.prefix_backlog import PrefixBacklog
-from services.adapters.links.report_deltas import DeltaKeeper
+from services.adapters.links.report_deltas import DeltaKeeper, PrefixBacklog
 from services.adapters.links.reporter import Reporter, ReporterSettings
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots, TenantTokens

@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import framed, read_frames
-from services.adapters.usage.outbox import MAX_BYTES, DiskOutbox
-from services.adapters.usage.refused import MAX_FILES
+from services.adapters.usage.outbox import MAX_BYTES, MAX_REFUSED_FILES, DiskOutbox
 from services.core.errors import FairwayError, InternalError, InvalidInput, NoLeader, OverQuota
 from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.convert.usage import event_to_proto
@@ -442,19 +441,19 @@ async def test_another_failure_after_internal_errors_sets_nothing_apart(tmp_path
 
 
 async def test_refused_events_above_the_bound_are_counted_as_lost(tmp_path: Path) -> None:
-    names = [f"r{number}" for number in range(MAX_FILES + 10)]
+    names = [f"r{number}" for number in range(MAX_REFUSED_FILES + 10)]
     reports = Bounded(*names)
     outbox = outbox_of(tmp_path, reports)
     add(outbox, *names)
     await outbox.sync()
     assert await outbox.send()
     assert (outbox.lost, reports.lost) == (10, 0)
-    assert len(list((tmp_path / "usage" / "refused").iterdir())) == MAX_FILES
+    assert len(list((tmp_path / "usage" / "refused").iterdir())) == MAX_REFUSED_FILES
     await outbox.close()
 
 
 async def test_a_ledger_that_fails_at_everything_loses_nothing(tmp_path: Path) -> None:
-    names = [f"r{number}" for number in range(MAX_FILES + 10)]
+    names = [f"r{number}" for number in range(MAX_REFUSED_FILES + 10)]
     reports = Bounded(*names)
     reports.error = InternalError("a bug")
     outbox = outbox_of(tmp_path, reports)
