@@ -21,8 +21,8 @@ from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.core.records import Priority
+from services.worker.streams.charges import Tally
 from services.worker.streams.sequences import CHARGE_S
-from services.worker.streams.usage_tally import Tally
 
 DIGEST: Final = "sha256:" + "b" * 64
 TENANTS: Final = 64

@@ -14,7 +14,7 @@ from typing import Final
 from services.core.fixed_cost.rows import RawTensor
 from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
 from services.worker import engine_protocol as wire
-from services.worker.policy.crash_cause import STEP_FAILED, cause_of
+from services.worker.policy.engine_failures import STEP_FAILED, cause_of
 from services.worker.slots.engine_process import Crashed, EngineEvents, EngineExit, Stopped
 from simulator.batcher.costs import BatchCosts
 from simulator.engine.poison import EngineEnding

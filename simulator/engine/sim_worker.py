@@ -26,8 +26,8 @@ from services.rpc.methods import EXECUTE
 from services.worker import engine_protocol as wire
 from services.worker.agent.agent import PAUSE_S, WorkerAgent
 from services.worker.agent.report import WorkerIdentity
-from services.worker.policy.crash_cause import STEP_FAILED, cause_of
-from services.worker.policy.engine_silence import ABANDON_STEPS
+from services.worker.detokenizer import Vocabulary
+from services.worker.policy.engine_failures import ABANDON_STEPS, STEP_FAILED, cause_of
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (
     Crashed,
@@ -38,9 +38,8 @@ from services.worker.slots.engine_process import (
     Stopped,
 )
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.streams.fallback import FallbackAdmission
+from services.worker.streams.admission import FallbackAdmission
 from services.worker.streams.host import SequenceHost
-from services.worker.text.detokenizer import Vocabulary
 from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_batches import SimBatchRun, SimRowVersion
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec

@@ -7,7 +7,7 @@ from typing import Final
 from services.core.generation import FallbackGrant, PlaceSpec, StartSpec
 from services.scheduler.fleet.worker import MAX_YIELDING_GRANTS
 from services.scheduler.term import Term
-from services.worker.streams.fallback import FallbackRules
+from services.worker.streams.admission import FallbackRules
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.invariant import Invariant

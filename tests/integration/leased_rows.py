@@ -29,7 +29,7 @@ from services.gateway.rows.runner import LeasedRows, RowLimits
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.servicer import WorkerServicer
-from services.worker.streams.fallback import FallbackAdmission
+from services.worker.streams.admission import FallbackAdmission
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import Outbox

@@ -27,8 +27,8 @@ from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
 from services.worker.slots.version_files import VersionFiles
+from services.worker.streams.admission import FallbackAdmission, FallbackRules
 from services.worker.streams.device_time import DeviceKind, DeviceTime
-from services.worker.streams.fallback import FallbackAdmission, FallbackRules
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
 

@@ -37,8 +37,7 @@ from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
-from services.worker.kv.pool import PoolStats
-from services.worker.policy.kv_division import divided
+from services.worker.kv import PoolStats
 from services.worker.policy.lifecycle import (
     Action,
     CancelRemoval,
@@ -53,7 +52,7 @@ from services.worker.policy.lifecycle import (
     plan,
     wanted,
 )
-from services.worker.policy.memory_shares import MemoryShare, kv_targets
+from services.worker.policy.memory_shares import MemoryShare, divided, kv_targets
 from services.worker.slots.engine_process import EngineLauncher
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import RESIZABLE, SlotContext

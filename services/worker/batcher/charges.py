@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.generation import Usage
+from services.worker.streams.charges import Key, Tally
 from services.worker.streams.device_time import DeviceTime
 from services.worker.streams.live_row import LiveRow
-from services.worker.streams.usage_tally import Key, Tally
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.memory_ledger import MemoryLedger
+from services.worker.detokenizer import Vocabulary
 from services.worker.engine_protocol import (
     EngineConfig,
     EngineHeartbeat,
@@ -29,7 +30,7 @@ from services.worker.engine_protocol import (
     Resized,
     Stepped,
 )
-from services.worker.kv.pool import PoolLimits
+from services.worker.kv import PoolLimits
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.policy.probes import EngineSpeed, plan_probe
 from services.worker.slots.engine_process import (
@@ -41,7 +42,6 @@ from services.worker.slots.engine_process import (
     Stopped,
 )
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.shared_engines import SharedEngines
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, PromptProbe
@@ -50,12 +50,28 @@ from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.streams.served_versions import ServedVersion
 from services.worker.telemetry import WorkerTelemetry
-from services.worker.text.detokenizer import Vocabulary
 
 log = structlog.get_logger()
 
 RESIZABLE: Final = (VersionPhase.READY, VersionPhase.RETIRING)
 WITH_ENGINE: Final = (*RESIZABLE, VersionPhase.DRAINING)
+
+
+class SharedEngines:
+    """Single writer: the slots. An engine is here from its first claim until its last owner has left."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, VersionEngine] = {}
+
+    def claim(self, computation: str, engine: VersionEngine) -> VersionEngine:
+        """Return the engine that computes this: the given one where there is none. Empty: it shares with
+        none."""
+        return self._engines.setdefault(computation, engine) if computation else engine
+
+    def drop(self, engine: VersionEngine) -> None:
+        """Forget an engine that no version uses. Idempotent."""
+        for computation in [key for key, one in self._engines.items() if one is engine]:
+            del self._engines[computation]
 
 
 @dataclass(frozen=True, slots=True)

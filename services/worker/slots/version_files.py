@@ -21,9 +21,9 @@ from services.core.records import AssignedVersion
 from services.core.rollouts.computation import READ
 from services.ports.clock import Clock
 from services.ports.text_check import TextCheck
+from services.worker.detokenizer import Vocabulary, load_vocabulary
 from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine_protocol import EngineConfig
-from services.worker.text.detokenizer import Vocabulary, load_vocabulary
 
 CHECK_COUNTS_S: Final = 10.0  # a start within this time after the check of its files needs no new check
 

@@ -8,8 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from services.core.generation import FallbackGrant, StartSpec, TokenLogprobs
-from services.worker.text.detokenizer import Detokenizer
-from services.worker.text.text_stream import TextStream
+from services.worker.detokenizer import Detokenizer, TextStream
 
 if TYPE_CHECKING:
     from services.worker.streams.outbox import Outbox

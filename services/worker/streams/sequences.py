@@ -7,32 +7,152 @@ token costs a look-up, an append and a string concatenation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from services.core.generation import NOT_FINITE, FinishReason, StartSpec
+from services.core.errors import ConstraintRefused
+from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
-from services.worker.kv.pool import PoolLimits, PoolStats
-from services.worker.kv.reservations import Reservations
-from services.worker.policy.crash_cause import role_of
-from services.worker.policy.engine_silence import StallDetector
+from services.worker.detokenizer import TextStream, Vocabulary
+from services.worker.kv import PoolLimits, PoolStats, Reservations
+from services.worker.policy.engine_failures import StallDetector, role_of
 from services.worker.streams.charges import UsageAccounting
-from services.worker.streams.ends import FLUSHED, end_of, engine_end, last_rows
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
-from services.worker.streams.logprobs import add_scores, begin_scores, with_texts
 from services.worker.streams.outbox import Outbox
-from services.worker.streams.prefills import Prefills
-from services.worker.streams.sequence_slots import SequenceSlots
+from services.worker.streams.sequence_slots import Prefills, SequenceSlots
 from services.worker.streams.served_versions import ServedVersion, ServedVersions
-from services.worker.streams.submit import submit_command
-from services.worker.text.detokenizer import Vocabulary
-from services.worker.text.text_stream import TextStream
 
 MAX_CREDIT: Final = 2**31 - 1
 CHARGE_S: Final = 0.25  # interval at which running sequences' output is charged; a heartbeat is four of them
+# The client's stream ends with these reasons, so text that was held back becomes final. With other reasons
+# the sequence is placed again and continues with its own held-back text.
+FLUSHED: Final = frozenset(
+    {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        FinishReason.DEADLINE,
+        FinishReason.SLOW_READER,
+        FinishReason.ERROR,
+    }
+)
+
+
+def submit_command(sequence: WorkerSequence) -> wire.Submit:
+    """Return the engine's command for a start."""
+    spec = sequence.spec
+    generation = spec.generation
+    return wire.Submit(
+        handle=sequence.number,
+        prompt=generation.prompt,
+        sampling=generation.sampling,
+        limits=generation.limits,
+        credit_limit=sequence.credit_limit,
+        choice=spec.choice,
+        produced_ids=spec.produced_ids,
+        priority=-generation.priority.rank,
+        request_id=generation.request_id,
+        apart_tokens=spec.apart_tokens,
+        embed=spec.embed,
+        scored_tokens=spec.scored_tokens,
+    )
+
+
+def with_texts(token: int, entry: wire.SampledLogprobs, text: str, vocabulary: Vocabulary) -> TokenLogprobs:
+    """Return the entry of a token, with the text that became final with it."""
+    alone, part = vocabulary.alone, vocabulary.part
+    parts = tuple(part(other) for other in entry.top_ids)
+    return TokenLogprobs(
+        sampled=entry.sampled,
+        top_ids=tuple(entry.top_ids),
+        top_logprobs=tuple(entry.top_logprobs),
+        top_tokens=tuple(alone(other) for other in entry.top_ids),
+        token=alone(token),
+        text=text,
+        rank=entry.rank,
+        token_bytes=part(token),
+        top_bytes=parts if any(parts) else (),
+    )
+
+
+def begin_scores(sequence: WorkerSequence, vocabulary: Vocabulary) -> None:
+    """Let the log-probabilities of the sequence's prompt begin behind those that an earlier run sent."""
+    generation = sequence.spec.generation
+    if generation.sampling.prompt_logprobs is None:
+        return
+    sequence.scored = sequence.spec.scored_tokens
+    sequence.prompt_text = vocabulary.open(generation.prompt.ids[: sequence.scored])
+
+
+def add_scores(event: wire.Stepped, live: Mapping[int, WorkerSequence], vocabulary: Vocabulary) -> None:
+    """Add what a step scored to the pending output of its sequences: the next tokens of their prompts."""
+    for number, entries in event.prompt_logprobs.items():
+        sequence = live.get(number)
+        if sequence is None or (text := sequence.prompt_text) is None:
+            continue
+        first = sequence.scored
+        ids = sequence.spec.generation.prompt.ids[first : first + len(entries)]
+        for token, entry in zip(ids, entries, strict=True):
+            sequence.pending_ids.append(token)
+            sequence.pending_logprobs.append(with_texts(token, entry, text.feed(token), vocabulary))
+        sequence.scored += len(entries)
+        sequence.outbox.touch(sequence)
+
+
+def end_of(
+    sequence: WorkerSequence,
+    reason: FinishReason,
+    error: tuple[str, str],
+    loss: tuple[LossCause, StepRole],
+    embedding: bytes,
+) -> SequenceEnd:
+    """Return the end of a sequence. ``error``: its reason and message; ``loss``: its part in a step that
+    ended its engine; ``embedding``: empty for a generation."""
+    started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
+    return SequenceEnd(
+        reason=reason,
+        stop=sequence.text.stop,
+        output_tokens=sequence.output_tokens,
+        cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
+        engine_wait_us=_microseconds(sequence.accepted_s, started_s),
+        prefill_us=_microseconds(started_s, first_s),
+        error_reason=error[0],
+        error_message=error[1],
+        device_us=sequence.device_us,
+        loss_cause=loss[0],
+        step_role=loss[1],
+        embedding=embedding,
+    )
+
+
+def engine_end(event: wire.Stepped, sequence: WorkerSequence) -> tuple[FinishReason, tuple[str, str]]:
+    """Return the reason by which the engine finished a sequence, with the reason and message of an error."""
+    message = event.errors.get(sequence.number, "")
+    match event.finished[sequence.number]:
+        case "constraint":
+            return FinishReason.ERROR, (ConstraintRefused.reason, message)
+        case "error":
+            began = sequence.prefill_started_s is not None
+            return FinishReason.ERROR, ("INTERNAL" if began else "INVALID_INPUT", message)
+        case "not_finite":  # possibly the worker's fault: another worker may continue it
+            return FinishReason.ENGINE_LOST, (NOT_FINITE, message)
+        case reason:
+            return FinishReason(reason), ("", "")
+
+
+def last_rows(event: wire.Stepped) -> dict[int, int]:
+    """Return the row of the last token of each finished sequence, by number; -1 without a token."""
+    if not event.finished:
+        return {}
+    rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
+    return {number: rows.get(number, -1) for number in event.finished}
+
+
+def _microseconds(start_s: float | None, end_s: float | None) -> int:
+    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))
 
 
 class SequenceTable:

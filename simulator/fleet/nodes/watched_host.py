@@ -8,8 +8,8 @@ from services.core.fixed_cost.rows import RowSpec
 from services.core.fleet import SequenceUsage
 from services.core.generation import NotAdmittedReason, StartSpec
 from services.ports.streams.worker_stream import StepFrame, WorkerStream
+from services.worker.streams.charges import Key, Tally
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.usage_tally import Key, Tally
 from simulator.fleet.grant_watch import ComputedTokens, GrantWatch
 
 Started = Callable[[StartSpec], None]

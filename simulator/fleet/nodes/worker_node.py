@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.core.usage import SequenceDeviceUse, UsageEvent
+from services.worker.detokenizer import Detokenizer
+from services.worker.streams.admission import FallbackAdmission
 from services.worker.streams.device_time import DeviceKind, DeviceTime
-from services.worker.streams.fallback import FallbackAdmission
 from services.worker.streams.host import SequenceHost
-from services.worker.text.detokenizer import Detokenizer
 from simulator.engine.cost_model import cost_model, slowed
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec

@@ -45,6 +45,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
+from services.worker.detokenizer import byte_of_char
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import (
     EngineTimeouts,
@@ -56,7 +57,6 @@ from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.telemetry import WorkerTelemetry
-from services.worker.text.detokenizer import byte_of_char
 from tests.support import local_servers
 from tests.support.kept_usage import KeptUsage
 

@@ -30,7 +30,7 @@ from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.kv.pool import PoolLimits
+from services.worker.kv import PoolLimits
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable

@@ -8,9 +8,8 @@ from collections.abc import Collection
 from services.core.generation import FinishReason, Grant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.slots.version_slot import VersionSlot
+from services.worker.streams.admission import FallbackAdmission, FallbackRules, GrantFence
 from services.worker.streams.charges import UsageAccounting
-from services.worker.streams.fallback import FallbackAdmission, FallbackRules
-from services.worker.streams.grants import GrantFence
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.core.generation import FinishReason, NotAdmittedReason
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.policy.engine_silence import ABANDON_S, ABANDON_STEPS, STALL_S
+from services.worker.policy.engine_failures import ABANDON_S, ABANDON_STEPS, STALL_S
 from tests.unit.worker.bench import IDLE_BEAT, Bench
 from tests.unit.worker.reader import Reader
 

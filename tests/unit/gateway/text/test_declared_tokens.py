@@ -17,7 +17,7 @@ from services.core.outputs.tools import Tool
 from services.gateway.text.encoder import load_encoder
 from services.gateway.text.text_model import ChatMessage
 from services.ports.clock import Clock
-from services.worker.text.detokenizer import load_vocabulary
+from services.worker.detokenizer import load_vocabulary
 
 TINY = Path(__file__).parents[4] / "models" / "tiny" / "checkpoint"
 DIGEST = "sha256:declared"

@@ -19,8 +19,7 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.connection import AgentConnection
-from services.worker.engine.process import EngineExitCode, step_until_stopped
+from services.worker.engine.process import AgentConnection, EngineExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     Cancel,

@@ -17,7 +17,7 @@ from msgspec import structs
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import prefix_chain
 from services.worker.engine.execute.executor import Batch, PrefillChunk
-from services.worker.engine.execute.prompt_scores import SLICE_ROWS, launch_scores, scored_rows
+from services.worker.engine.execute.torch_executor import SLICE_ROWS, launch_scores, scored_rows
 from services.worker.engine.sample.reductions import TorchReductions
 from services.worker.engine.sequence import sequence_of
 from services.worker.engine.validation import ModelLimits, refusal

@@ -8,7 +8,7 @@ import pytest
 
 from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.engine.process import EngineExitCode
-from services.worker.policy.crash_cause import STEP_FAILED, cause_of, role_of
+from services.worker.policy.engine_failures import STEP_FAILED, cause_of, role_of
 
 FAULT, OUTSIDE = LossCause.FAULT, LossCause.OUTSIDE
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.agent.memory_ledger import SLAB_BYTES
-from services.worker.policy.kv_division import divided
-from services.worker.policy.memory_shares import MemoryShare, kv_targets
+from services.worker.policy.memory_shares import MemoryShare, divided, kv_targets
 
 MIB = 2**20
 WISH = 256 * MIB

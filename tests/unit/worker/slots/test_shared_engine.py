@@ -19,6 +19,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
+from services.worker.detokenizer import ByteLevelVocabulary, Vocabulary
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_process import Crashed, EngineEvents, Stopped
 from services.worker.slots.engine_settings import EngineSettings
@@ -28,7 +29,6 @@ from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.device_time import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry
-from services.worker.text.detokenizer import ByteLevelVocabulary, Vocabulary
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
 from tests.support.model_folder import write_sparse

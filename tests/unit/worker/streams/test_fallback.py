@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.streams.fallback import FallbackAdmission, FallbackRules
+from services.worker.streams.admission import FallbackAdmission, FallbackRules
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader
 from tests.unit.worker.streams.test_sequences import A

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import Grant, NotAdmittedReason
-from services.worker.streams.grants import WINDOW, GrantFence
+from services.worker.streams.admission import WINDOW, GrantFence
 
 
 def grant(sequence: int, *, epoch: int = 3, incarnation: int = 5) -> Grant:

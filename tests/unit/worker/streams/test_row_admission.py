@@ -15,11 +15,11 @@ from services.core.fleet import PoolSnapshot, TenantSlots, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.streams.fallback import FallbackAdmission, FallbackRules
+from services.worker.streams.admission import FallbackAdmission, FallbackRules
+from services.worker.streams.charges import Tally
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import MAX_FRAME_ROW_BYTES, Outbox
-from services.worker.streams.usage_tally import Tally
 from tests.support.clocks import HandClock
 
 DIGEST = "sha256:" + "e" * 64

@@ -8,7 +8,7 @@ from typing import Any
 from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt, Sampling, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
-from services.worker.streams.submit import submit_command
+from services.worker.streams.sequences import submit_command
 
 LIMITS = OutputLimits(64)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.core.errors import FailedPrecondition
-from services.worker.text.detokenizer import (
+from services.worker.detokenizer import (
     ByteLevelVocabulary,
     Detokenizer,
     Vocabulary,

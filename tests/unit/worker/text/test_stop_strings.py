@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.text.text_stream import StopFinder
+from services.worker.detokenizer import StopFinder
 
 ALPHABET = "aaaabbbbé😀"  # few letters: stop strings overlap and contain each other
 texts = st.text(alphabet=ALPHABET, max_size=40)

@@ -6,8 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.worker.text.detokenizer import ByteLevelVocabulary
-from services.worker.text.text_stream import TextStream
+from services.worker.detokenizer import ByteLevelVocabulary, TextStream
 
 IDS = st.lists(st.sampled_from([0x61, 0x62, 0xC3, 0xA9, 257, 258, 260, 262, 300]), max_size=30)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.worker.engine.execute.executor import Batch
 from services.worker.engine.execute.step_rows import Seats
-from services.worker.engine.load.profiling import MIB, PROFILED_BLOCKS, largest_batches, sized
+from services.worker.engine.load.loading import MIB, PROFILED_BLOCKS, largest_batches, sized
 from services.worker.engine.unsupported import TooLittleMemory
 from services.worker.engine_protocol import EngineConfig, Ready
 

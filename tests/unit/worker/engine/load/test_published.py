@@ -17,10 +17,10 @@ from fairway.formats.fixed_cost.config import parse_fixed_cost
 from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.weights import HEAD, INDEX, SINGLE, decoder_layout, expected_shapes
 from services.core.errors import FailedPrecondition
+from services.worker.detokenizer import load_vocabulary
 from services.worker.engine.load.config import eos_ids, read_json
 from services.worker.engine.load.weights import Checkpoint
 from services.worker.engine.unsupported import BadCheckpoint
-from services.worker.text.detokenizer import load_vocabulary
 from tests.support.model_folder import tensor_file
 
 FIELDS: dict[str, Any] = {

@@ -1,18 +1,120 @@
-"""The KV blocks of one engine that are reserved for its sequences; a shared block counts once."""
+"""The KV pool of one engine as its agent counts it: limits, reservations, and the prefixes it has cached.
+
+A block that several sequences share counts once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from services.core.generation import StartSpec
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.worker.kv.pool import PoolLimits
-from services.worker.kv.prefix_set import PrefixSet
+from services.worker import engine_protocol as wire
 from services.worker.streams.live_sequence import WorkerSequence
 
 MAX_SHARED: Final = 1024  # blocks reported as shared, per version; the leader counts others as unshared
 MAX_USED: Final = 65536  # idle blocks that are recorded as referred to before
+MAX_PREFIXES: Final = 65536  # per version; blocks beyond it are not reported
+
+
+class PrefixSet:
+    """A bounded set with deltas. Blocks beyond ``MAX_PREFIXES`` are ignored, and so is their removal.
+
+    The first report of a stream contains the whole set, later ones the changes.
+    """
+
+    def __init__(self, *, most: int = MAX_PREFIXES) -> None:
+        self._most = most
+        self._cached: dict[int, None] = {}
+        self._unreported: dict[int, bool] = {}  # not reported yet; True: added, False: removed
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._cached)
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._cached
+
+    def change(self, added: Iterable[int], removed: Iterable[int]) -> None:
+        """Apply what one step added and removed; a block in both was removed and then added again."""
+        for name in removed:
+            if name in self._cached:
+                del self._cached[name]
+                self._note(name, came=False)
+        for name in added:
+            if name not in self._cached and len(self._cached) < self._most:
+                self._cached[name] = None
+                self._note(name, came=True)
+
+    def follow(self, earlier: PrefixSet) -> None:
+        """Replace the set of an ended engine: record the removal of all its reported blocks."""
+        reported = [name for name in earlier._cached if not earlier._unreported.get(name, False)]
+        reported += [name for name, came in earlier._unreported.items() if not came]
+        for name in reported:
+            if name not in self._cached:
+                self._unreported[name] = False
+            else:
+                self._unreported.pop(name, None)
+
+    def take(self, *, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the blocks added and removed since the last call; the full set as added when ``whole``."""
+        unreported, self._unreported = self._unreported, {}
+        if whole:
+            return tuple(self._cached), ()
+        came = tuple(name for name, here in unreported.items() if here)
+        return came, tuple(name for name, here in unreported.items() if not here)
+
+    def _note(self, name: int, *, came: bool) -> None:
+        if self._unreported.pop(name, came) is came:  # an unreported opposite change cancels this one
+            self._unreported[name] = came
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """The sizes that the engine reported when it was ready, and the agent's bound on sequences."""
+
+    kv_blocks_total: int
+    block_size: int
+    max_model_len: int
+    max_sequences: int
+    full_step_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """The engine's own numbers, as of its last message."""
+
+    kv_blocks_used: int = 0  # allocated in the engine
+    # Sequences that run.
+    running: int = 0
+    # Sequences that wait.
+    waiting: int = 0
+    # Number of the last step.
+    steps: int = 0
+    # Sum of step durations.
+    step_seconds: float = 0.0
+    # Work inside the steps: tokens prefilled, tokens decoded, tokens of KV that the decodes read.
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    attended_tokens: int = 0
+
+    def note_step(self, event: wire.Stepped) -> None:
+        """Count a step, with all its tokens as decoded; the table subtracts those that prefills produced."""
+        self.steps = event.step
+        self.step_seconds += event.step_s
+        self.prefill_tokens += event.prefill_tokens
+        self.decode_tokens += len(event.handles)
+        self.attended_tokens += event.attended_tokens
+        self.note_levels(event)
+
+    def note_levels(self, event: wire.Stepped | wire.EngineHeartbeat) -> None:
+        self.kv_blocks_used = event.kv_blocks_used
+        self.running = event.running
+        self.waiting = event.waiting
 
 
 class SharedBlocks:
