@@ -42,9 +42,8 @@ from msgspec.structs import replace
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant
 from services.core.prefix import PREFIX_BLOCK_TOKENS
-from services.scheduler.fleet.engine_groups import EngineGroups
 from services.scheduler.fleet.levels import Candidates, PoolLevels, PrefixTokens, levels_of
-from services.scheduler.fleet.roster import Roster
+from services.scheduler.fleet.roster import EngineGroups, Roster
 from services.scheduler.fleet.worker import (
     FleetLimits,
     Outstanding,

@@ -138,7 +138,7 @@ class LongPromptShare(QueueRule):
 
 class HeldShare(QueueRule):
     """A tenant that holds more than its share gets only workers without a prefill backlog, and one below its
-    share may get a slot of another tenant (``held_share``)."""
+    share may get a slot of another tenant (``HeldShares``)."""
 
     def restrict(self, item: QueuedPlacement, query: PlaceQuery) -> PlaceQuery | NoWorker:
         if self.context.ledger.over_share(self.context.digest, item.priority, item.tenant):

@@ -30,8 +30,7 @@ from services.core.fleet import (
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Priority
-from services.scheduler.policy.queue.fairness import FairShares, ServiceWeights
-from services.scheduler.policy.queue.held_share import HeldShares
+from services.scheduler.policy.queue.fairness import FairShares, HeldShares, ServiceWeights
 from services.scheduler.policy.queue.length import is_long
 
 MAX_ADVANCES: Final = 262_144

@@ -173,7 +173,7 @@ class DecisionObserver(Protocol):
 
     def decided(self, item: QueuedPlacement, found: Chosen | NoWorker, *, over_share: bool = False) -> None:
         """``over_share``: only workers without a backlog were eligible, because the tenant holds more than
-        its share (``held_share``)."""
+        its share (``HeldShares``)."""
 
 
 class Undecided:

@@ -8,9 +8,8 @@ from random import Random
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
-from services.scheduler.heartbeat import MAX_LISTED, MAX_MEMBERS, PER_POOL, members_of, sample_of
 from services.scheduler.policy.step_time import StepTimes
-from services.scheduler.term import Term
+from services.scheduler.term import MAX_LISTED, MAX_MEMBERS, PER_POOL, Term, members_of, sample_of
 from services.scheduler.term_streams import GatewaySession
 from tests.unit.scheduler.model import SETTINGS, ManualClock
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.generation import Grant
 from services.core.records import Priority
-from services.scheduler.fleet.engine_groups import EngineGroups
+from services.scheduler.fleet.roster import EngineGroups
 from tests.unit.scheduler.model import BLOCK
 from tests.unit.scheduler.queue_rig import Rig
 

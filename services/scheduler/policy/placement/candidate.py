@@ -98,7 +98,7 @@ class PlaceQuery(Struct, frozen=True):
     prefix_hashes: tuple[int, ...] = ()  # names of the prompt's blocks, first to last
     zone: str = ""  # the gateway's zone; empty: unknown
     ttft_target_s: float | None = None  # None: no target
-    # Its tenant holds more than its share, with more than that waiting (``held_share``).
+    # Its tenant holds more than its share, with more than that waiting (``HeldShares``).
     over_share: bool = False
     shared: SharedRun = NOTHING_SHARED  # the part of the prompt that needs no room on workers that share it
 

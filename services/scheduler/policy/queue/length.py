@@ -30,7 +30,7 @@ class LengthPolicy:
     default_ttft_s: float = 10.0  # target of placements that have none
     min_backlog_tokens: int = 2048  # always admitted: a step's worth
     # Largest backlog, in seconds of prefill, for a placement whose tenant holds more than its share
-    # (``held_share``); one chunk is always admitted.
+    # (``HeldShares``); one chunk is always admitted.
     giving_way_backlog_s: float = 0.05
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.policy.placement.candidate import CHUNK_TOKENS, Candidate, PlaceQuery, length_filters
 from services.scheduler.policy.placement.kv_admission import Demand
-from services.scheduler.policy.queue.held_share import HeldShares
+from services.scheduler.policy.queue.fairness import HeldShares
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.step_time import PRIOR
 
