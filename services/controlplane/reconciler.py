@@ -10,9 +10,15 @@ import structlog
 
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord, fleet_of
-from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, Unplaced, plan
+from services.controlplane.policy.assign import (
+    Action,
+    DropAssignment,
+    PutAssignment,
+    Unplaced,
+    plan,
+    serving_terms,
+)
 from services.controlplane.policy.events import FleetEvent
-from services.controlplane.policy.terms import serving_terms
 from services.controlplane.resources.status import unplaced_message
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable

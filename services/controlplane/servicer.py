@@ -10,7 +10,9 @@ from typing import Any, Final, Protocol
 
 import grpc
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
@@ -22,10 +24,14 @@ from services.controlplane.messages import (
     objective_message,
     tenant_message,
 )
-from services.controlplane.objectives.warnings import SliPages, warnings_of
-from services.controlplane.reliability import ReliabilityMethods
+from services.controlplane.objectives.servicer import SliPages, warnings_of
 from services.controlplane.resources.resources import Stored
-from services.controlplane.rollouts.methods import RolloutMethods
+from services.controlplane.rollouts.convert import (
+    promotion_from_proto,
+    rollout_from_proto,
+    rollout_to_proto,
+    stored_to_proto,
+)
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.watcher import (
     Name,
@@ -35,10 +41,11 @@ from services.controlplane.watcher import (
     View,
     watch_resources,
 )
-from services.core.errors import InvalidInput
+from services.core.errors import InvalidInput, Unimplemented
 from services.core.generation import Principal
 from services.core.paging import page_of
 from services.core.records import Budget, Objective
+from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
@@ -61,6 +68,11 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
+_input: Final = Mirror(
+    Quarantined,
+    pb.QuarantinedInput,
+    {"until_unix_s": Pair("expire_time", timestamp)},
+).to_proto
 
 
 class UsagePages(Protocol):
@@ -69,7 +81,7 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
-class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
+class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
         service: ControlPlaneService,
@@ -84,12 +96,11 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
-        RolloutMethods.__init__(self, service.rollouts)
-        ReliabilityMethods.__init__(self, service.quarantine, slis)
         self._service = service
         self._store = store
         self._scheduler = scheduler
         self._usage = usage
+        self._slis = slis
         self._require_current = require_current
 
     async def CreateTenant(
@@ -315,6 +326,100 @@ class ControlPlaneServicer(RolloutMethods, ReliabilityMethods):
     async def DeleteNode(self, request: pb.DeleteNodeRequest, context: Context) -> pb.DeleteNodeResponse:
         await self._service.nodes.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteNodeResponse()
+
+    async def CreateRollout(
+        self, request: pb.CreateRolloutRequest, context: Context
+    ) -> pb.CreateRolloutResponse:
+        view = await self._service.rollouts.create(
+            rollout_from_proto(request.rollout), request_id=request.request_id, dry_run=request.dry_run
+        )
+        return pb.CreateRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
+        return pb.GetRolloutResponse(rollout=rollout_to_proto(await self._service.rollouts.get(request.name)))
+
+    async def ListRollouts(
+        self, request: pb.ListRolloutsRequest, context: Context
+    ) -> pb.ListRolloutsResponse:
+        page, token = await self._service.rollouts.page(size=request.page_size, token=request.page_token)
+        return pb.ListRolloutsResponse(
+            rollouts=[stored_to_proto(one.record, one.etag) for one in page], next_page_token=token
+        )
+
+    async def PromoteRollout(
+        self, request: pb.PromoteRolloutRequest, context: Context
+    ) -> pb.PromoteRolloutResponse:
+        promotion = promotion_from_proto(request)
+        view = await self._service.rollouts.promote(
+            request.name, promotion, etag=request.etag, request_id=request.request_id
+        )
+        return pb.PromoteRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def PauseRollout(
+        self, request: pb.PauseRolloutRequest, context: Context
+    ) -> pb.PauseRolloutResponse:
+        view = await self._service.rollouts.pause(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
+        return pb.PauseRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def ResumeRollout(
+        self, request: pb.ResumeRolloutRequest, context: Context
+    ) -> pb.ResumeRolloutResponse:
+        view = await self._service.rollouts.resume(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
+        return pb.ResumeRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def AbortRollout(
+        self, request: pb.AbortRolloutRequest, context: Context
+    ) -> pb.AbortRolloutResponse:
+        view = await self._service.rollouts.abort(
+            request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
+        )
+        return pb.AbortRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def RevertRollout(
+        self, request: pb.RevertRolloutRequest, context: Context
+    ) -> pb.RevertRolloutResponse:
+        view = await self._service.rollouts.revert(
+            request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
+        )
+        return pb.RevertRolloutResponse(rollout=rollout_to_proto(view))
+
+    async def ListQuarantined(
+        self, request: pb.ListQuarantinedRequest, context: Context
+    ) -> pb.ListQuarantinedResponse:
+        page, token = await self._service.quarantine.page(
+            model=request.model,
+            version_digest=request.version_digest,
+            size=request.page_size,
+            token=request.page_token,
+        )
+        return pb.ListQuarantinedResponse(inputs=map(_input, page), next_page_token=token)
+
+    async def DeleteQuarantined(
+        self, request: pb.DeleteQuarantinedRequest, context: Context
+    ) -> pb.DeleteQuarantinedResponse:
+        await self._service.quarantine.delete(
+            request.version_digest, request.fingerprint, request_id=request.request_id
+        )
+        return pb.DeleteQuarantinedResponse()
+
+    async def ListSlis(self, request: pb.ListSlisRequest, context: Context) -> pb.ListSlisResponse:
+        return await self._slis.page(request, forwarded=not caller())
+
+    async def ListFinishedRequests(
+        self, request: pb.ListFinishedRequestsRequest, context: Context
+    ) -> pb.ListFinishedRequestsResponse:
+        return await self._slis.finished(request, forwarded=not caller())
+
+    async def ListAuditEvents(
+        self, request: pb.ListAuditEventsRequest, context: Context
+    ) -> pb.ListAuditEventsResponse:
+        what = "audit events"
+        instead = "read the control plane's log instead, which has every change"
+        raise Unimplemented(f"{what} are not served yet: {instead}", feature=what)
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         page, names = await asyncio.gather(

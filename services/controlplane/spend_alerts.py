@@ -11,12 +11,12 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.policy.spend_alerts import spend_alerts
 from services.controlplane.resources.budgets import Budgets, BudgetView
+from services.controlplane.telemetry import AlertTelemetry
 from services.core.records import BUDGET_ALERTS, BUDGETS, BudgetAlert, dump
 from services.ports.clock import Clock
 from services.ports.store import CreateRevisionIs, ModRevisionIs, Put, Store

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 
 from fairway.v1 import scheduler_pb2, slis_pb2, usage_pb2
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.objectives.codec import book_from_bytes, book_to_message, snapshot_to_bytes
 from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.objectives.store import book_from_bytes, book_to_message, snapshot_to_bytes
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.usage.codec import checkpoint_to_bytes, hour_to_bytes, segment_to_bytes
 from services.controlplane.usage.ledger import UsageLedger

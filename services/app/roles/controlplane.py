@@ -20,20 +20,19 @@ from services.app.process import Role
 from services.app.roles.ledger import open_ledger
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
 from services.controlplane.reconciler import Reconciler
-from services.controlplane.resources.bootstrap import bootstrap
+from services.controlplane.resources.accounts import bootstrap
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.store_events import StoreEvents
-from services.controlplane.telemetry import ReconcilerTelemetry
+from services.controlplane.telemetry import AlertTelemetry, ReconcilerTelemetry
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.prices import ListPrices
 from services.controlplane.usage.servicer import UsageServicer

@@ -11,7 +11,7 @@ from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.roles.shared import open_directory
 from services.controlplane.usage.ledger import UsageLedger
-from services.controlplane.usage.listing import UsageListing
+from services.controlplane.usage.servicer import UsageListing
 from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FailedPrecondition
 from services.ports.ledger_store import LedgerStore

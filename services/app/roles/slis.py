@@ -6,12 +6,12 @@ from services.adapters.grpc.leader_calls import GrpcSlis
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.alerts import ObjectiveAlerts
-from services.controlplane.objectives.listing import SliListing
+from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
+from services.controlplane.telemetry import AlertTelemetry
 from services.core.records import OBJECTIVES, Objective, leader_key
 from services.gateway.slis.recorder import SliRecorder
 from services.gateway.slis.reporter import SliReporter

@@ -11,14 +11,13 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import readable
 from services.controlplane.leading import repeat_while_leading
-from services.controlplane.objectives.policy.burn import EventCounts, status_of
-from services.controlplane.objectives.policy.transitions import transitions
+from services.controlplane.objectives.policy.burn import EventCounts, status_of, transitions
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.resources import Stored
+from services.controlplane.telemetry import AlertTelemetry
 from services.core.records import (
     OBJECTIVE_STATUS,
     OBJECTIVES,

@@ -16,7 +16,6 @@ import structlog
 from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot
 from services.controlplane.resources.deployments import pinned_version
 from services.controlplane.resources.resources import Resources, Stored
-from services.controlplane.rollouts.check import check_by_worker, check_rollout, with_defaults
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
 from services.controlplane.rollouts.policy.facts import RolloutFacts, facts_of
 from services.controlplane.rollouts.policy.operate import (
@@ -27,7 +26,13 @@ from services.controlplane.rollouts.policy.operate import (
     resume,
     revert,
 )
-from services.controlplane.rollouts.records import Rollout, RolloutPhase
+from services.controlplane.rollouts.records import (
+    Rollout,
+    RolloutPhase,
+    check_by_worker,
+    check_rollout,
+    with_defaults,
+)
 from services.controlplane.rollouts.writes import RolloutContext, effects
 from services.core.errors import Conflict, DoesNotFit, EtagMismatch, FailedPrecondition
 from services.core.fleet import replicas_in

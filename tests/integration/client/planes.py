@@ -18,7 +18,7 @@ from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
-from services.controlplane.objectives.listing import SliListing
+from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer

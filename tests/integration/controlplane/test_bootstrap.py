@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.resources.bootstrap import bootstrap
+from services.controlplane.resources.accounts import bootstrap
 from services.core.errors import FailedPrecondition, FairwayError
 from services.core.records import KEYS, ApiKey, KeyRole, load
 from services.runtime import secrets

@@ -10,10 +10,10 @@ from prometheus_client import generate_latest
 
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder, event_of
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.spend_alerts import SpendAlerts
+from services.controlplane.telemetry import AlertTelemetry
 from services.core.errors import (
     AlreadyExists,
     Conflict,

@@ -14,7 +14,6 @@ from prometheus_client import generate_latest
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.alert_telemetry import AlertTelemetry
 from services.controlplane.event_log import EventRecorder, event_of
 from services.controlplane.fleet import FleetRecord, decode
 from services.controlplane.objectives.alerts import ObjectiveAlerts
@@ -23,6 +22,7 @@ from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.rollouts.controller import RolloutController
+from services.controlplane.telemetry import AlertTelemetry
 from services.core.arms import SliReport, SliSums
 from services.core.errors import FailedPrecondition
 from services.core.records import EVENTS, OBJECTIVES, ROOT, Leader, Objective, dump, leader_key, load

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 
 from services.adapters.blobs.observed import ObservedBlobs
 from services.adapters.memory.quarantine import MemoryQuarantine
-from services.controlplane.alert_telemetry import MAX_NAMES, AlertTelemetry
+from services.controlplane.telemetry import MAX_NAMES, AlertTelemetry
 from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling

@@ -6,12 +6,13 @@ windows, so that it is fast and also ends soon after the cause has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.controlplane.policy.events import FleetEvent
 from services.core.arms import SliSums
-from services.core.records import BurnAlert, Objective, Sli, SliStatus
+from services.core.records import BurnAlert, EventKind, Objective, ObjectiveStatus, Sli, SliStatus
 
 MINUTE_S: Final = 60.0
 HOUR_S: Final = 3600.0
@@ -28,6 +29,7 @@ ALERTS: Final = (
 # Length of a bin and how many are kept: windows up to six hours, up to three days, the budget.
 RINGS: Final = ((MINUTE_S, 361), (0.5 * HOUR_S, 145), (6 * HOUR_S, 113))
 _SLIS: Final = tuple(Sli)
+_WINDOWS: Final = {alert: (rate, long_s, short_s) for alert, rate, long_s, short_s in ALERTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +153,43 @@ def alert_of(objective: Objective, sli: Sli, over: Over) -> BurnAlert:
         if long.events >= MIN_EVENTS and min(long.bad_ratio, short.bad_ratio) >= rate * allowed:
             return alert
     return BurnAlert.NONE
+
+
+def transitions(
+    objective: Objective, before: ObjectiveStatus | None, after: ObjectiveStatus
+) -> tuple[FleetEvent, ...]:
+    """Return one event for each indicator whose alert differs."""
+    return tuple(_events(objective, before, after))
+
+
+def _events(
+    objective: Objective, before: ObjectiveStatus | None, after: ObjectiveStatus
+) -> Iterator[FleetEvent]:
+    name = objective.meta.name
+    for one in after.slis:
+        was = before.alert_of(one.sli) if before is not None else BurnAlert.NONE
+        if one.alert is was:
+            continue
+        if one.alert is BurnAlert.NONE:
+            reason = f"{one.sli.name}_BURN_ENDED"
+            yield FleetEvent(EventKind.OBJECTIVE, name, reason, f"{_of(objective)}: {_budget(one)}")
+            continue
+        rate, long_s, short_s = _WINDOWS[one.alert]
+        message = (
+            f"{_of(objective)}: the budget of {one.sli} is spent at {rate:g} times the allowed rate or more "
+            f"over {_time(long_s)} and over {_time(short_s)}; {_budget(one)}"
+        )
+        reason = f"{one.sli.name}_BURN_{one.alert.name}"
+        yield FleetEvent(EventKind.OBJECTIVE, name, reason, message, warning=True)
+
+
+def _of(objective: Objective) -> str:
+    return f"{objective.priority} requests of {objective.model}"
+
+
+def _budget(one: SliStatus) -> str:
+    return f"{one.budget_left_ratio:.1%} of it is left"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / HOUR_S:g} h" if seconds >= HOUR_S else f"{seconds / MINUTE_S:g} min"

@@ -376,10 +376,11 @@ class HeldShares:
 
     A fair queue determines the next placement, and a pool frees room a piece at a time. A tenant with a
     standing queue takes each piece at once, so that the next tenant finds workers without room and with
-    queued prompts. A tenant with a queue loses little when a placement starts slightly later; the others would miss
-    their time to first token. So a placement of such a tenant starts only where almost no prefill is queued
-    (``length``). Networks limit a flooding stream to the capacity that it leaves free for the same reason:
-    trunk reservation (Key, Optimal control and trunk reservation in loss networks, 1990).
+    queued prompts. A tenant with a queue loses little when a placement starts slightly later; the others
+    would miss their time to first token. So a placement of such a tenant starts only where almost no
+    prefill is queued (``length``). Networks limit a flooding stream to the capacity that it leaves free
+    for the same reason: trunk reservation (Key, Optimal control and trunk reservation in loss networks,
+    1990).
 
     The share is by weight, among the tenants that hold sequences: granted and not ended. A tenant that is
     alone is not limited, nor is one whose queue is short. Where no worker has a slot, a tenant that would

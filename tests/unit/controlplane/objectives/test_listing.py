@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as pb
-from services.controlplane.objectives.listing import SliListing
+from services.controlplane.objectives.servicer import SliListing
 from services.core.errors import InvalidInput, NoLeader
 from services.core.records import Priority
 from services.runtime.supervisor import Supervisor

@@ -10,9 +10,8 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from services.controlplane.objectives.codec import book_from_bytes, book_to_message
 from services.controlplane.objectives.policy.book import SERIES_S, SliBook
-from services.controlplane.objectives.store import SliStore, SnapshotTaken
+from services.controlplane.objectives.store import SliStore, SnapshotTaken, book_from_bytes, book_to_message
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
 from services.core.errors import InvalidInput, NoLeader, StoreUnavailable
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes

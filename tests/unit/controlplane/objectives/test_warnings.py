@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.controlplane.objectives.listing import SliListing
-from services.controlplane.objectives.warnings import warnings_of
+from services.controlplane.objectives.servicer import SliListing, warnings_of
 from services.core.records import LatencyTarget, Meta, Objective, Priority
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

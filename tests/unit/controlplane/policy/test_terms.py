@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.controlplane.policy.assign import PutAssignment, plan
-from services.controlplane.policy.terms import ServingTerms, serving_terms
+from services.controlplane.policy.assign import PutAssignment, ServingTerms, plan, serving_terms
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.records import (
     AssignedVersion,

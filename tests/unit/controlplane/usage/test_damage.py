@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from fairway.v1 import slis_pb2
 from fairway.v1 import usage_pb2 as pb
 from services.adapters.frames import opened, read_frames, sealed
-from services.controlplane.objectives.codec import (
+from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.objectives.store import (
     book_from_bytes as slis_from_bytes,
 )
-from services.controlplane.objectives.codec import book_to_message, snapshot_to_bytes
-from services.controlplane.objectives.policy.book import SliBook
+from services.controlplane.objectives.store import book_to_message, snapshot_to_bytes
 from services.controlplane.usage.codec import (
     book_from_bytes,
     checkpoint_to_bytes,

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import usage_pb2
 from services.controlplane.usage.ledger import UsageLedger
-from services.controlplane.usage.listing import UsageListing
 from services.controlplane.usage.policy.book import UsageReport
+from services.controlplane.usage.servicer import UsageListing
 from services.controlplane.usage.settler import UNMATCHED_S, UsageSettler
 from services.core.errors import InvalidInput, NoLeader, NotFound
 from services.core.generation import Usage

@@ -15,8 +15,8 @@ from services.controlplane.objectives.policy.burn import (
     alert_of,
     counted,
     status_of,
+    transitions,
 )
-from services.controlplane.objectives.policy.transitions import transitions
 from services.core.arms import SliSums
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, ObjectiveStatus, Sli
 
