@@ -37,12 +37,11 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
-from services.worker.kv import PoolLimits
 from services.worker.servicer import WorkerServicer
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.sequences import SequenceTable
-from services.worker.streams.served_versions import ServedVersion
+from services.worker.streams.kv import PoolLimits
+from services.worker.streams.sequences import SequenceTable, ServedVersion
 from simulator.kernel.links.streams import SimStreams
 from tests.support.simulated import Check, World, checks_of, serve_sequences, simulate
 from tests.support.waiting import until

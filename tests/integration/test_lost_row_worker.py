@@ -24,7 +24,7 @@ from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.process import BatchRunner
 from services.worker.engine_protocol import BatchRaised, BatchRan, Command, RowCosts, RowModel, RunBatch
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.outbox import Outbox
 from tests.integration.leased_rows import RowNode, RowRig, row_rig
 from tests.support.kept_usage import KeptUsage

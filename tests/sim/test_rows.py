@@ -15,7 +15,7 @@ from services.worker.batcher.driver import Batcher
 from services.worker.batcher.policy.isolation import RunFailure
 from services.worker.batcher.policy.turns import TenantTurns
 from services.worker.batcher.runs import BatchRun, BatchRuns
-from services.worker.streams.device_time import DeviceTime
+from services.worker.streams.charges import DeviceTime
 from services.worker.streams.live_row import LiveRow
 from simulator.engine.poison import EngineEnding
 from simulator.fleet.assembly import Parts

@@ -30,7 +30,7 @@ from services.worker.engine.execute.torch_executor import TorchExecutor
 from services.worker.engine.load.torch_loading import DTYPES
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
-from services.worker.engine.sample.reductions import Reductions, TorchReductions
+from services.worker.engine.sample.sampler import Reductions, TorchReductions
 from services.worker.engine.speculation.prompt_lookup import PromptLookup
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.validation import ModelLimits

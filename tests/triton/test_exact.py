@@ -20,8 +20,7 @@ from services.worker.engine.cuda.backend import fused_operators
 from services.worker.engine.cuda.exact import TILES, ExactOperators, TritonReductions
 from services.worker.engine.cuda.operators import TritonOperators
 from services.worker.engine.execute.operators import HeadNorms, TorchOperators
-from services.worker.engine.sample.reductions import TorchReductions
-from services.worker.engine.sample.sampler import invert_cdf
+from services.worker.engine.sample.sampler import TorchReductions, invert_cdf
 from services.worker.engine_protocol import EngineConfig
 
 pytestmark = pytest.mark.timeout(900)

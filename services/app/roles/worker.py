@@ -28,7 +28,7 @@ from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
 from services.worker.slots.version_files import VersionFiles
 from services.worker.streams.admission import FallbackAdmission, FallbackRules
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry, export_levels
 

@@ -35,9 +35,8 @@ from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.fleet_state.registration import Registration
 from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
-from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
-from services.worker.kv import PoolStats
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import (
     Action,
     CancelRemoval,
@@ -59,6 +58,7 @@ from services.worker.slots.version_engine import RESIZABLE, SlotContext
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
+from services.worker.streams.kv import PoolStats
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
 
 log = structlog.get_logger()

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.generation import Usage
-from services.worker.streams.charges import Key, Tally
-from services.worker.streams.device_time import DeviceTime
+from services.worker.streams.charges import DeviceTime, Key, Tally
 from services.worker.streams.live_row import LiveRow
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.worker.agent.memory_ledger import SLAB_BYTES
+from services.worker.memory_ledger import SLAB_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,20 +176,6 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadRefused:
-    """The model cannot be loaded here, and a retry would fail in the same way.
-
-    If it does not fit, the byte counts are the least that it needs.
-    """
-
-    reason: str
-    message: str
-    weight_bytes: int = 0
-    working_bytes: int = 0
-    kv_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Crashed:
     """It ended by itself, or was killed because it hung. ``exit_code`` is negative for a signal.
 
@@ -202,7 +188,7 @@ class Crashed:
     members: tuple[int, ...] = ()
 
 
-EngineExit = Stopped | LoadRefused | Crashed
+EngineExit = Stopped | LoadFailed | Crashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +296,7 @@ class EngineProcess:
         self._ready = False
         self._full_step_s = 0.0
         self._stopping = False
-        self._refused: LoadRefused | None = None
+        self._refused: LoadFailed | None = None
         self._fault = ""
         self._started_s = self._last_message_s = clock.monotonic_s()
         self._exited = asyncio.Event()
@@ -497,9 +483,7 @@ class EngineProcess:
                 self._full_step_s = event.full_step_s
                 self._events.on_ready(event)
             case LoadFailed():
-                self._refused = LoadRefused(
-                    event.reason, event.message, event.weight_bytes, event.working_bytes, event.kv_bytes
-                )
+                self._refused = event
 
     def _exit_of(self, code: int) -> EngineExit:
         if self._stopping:

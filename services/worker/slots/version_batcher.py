@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import structs
@@ -20,9 +20,12 @@ from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig,
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.policy.probes import plan_row_probe
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine, Stopped, batch_events
-from services.worker.slots.version_engine import EngineOwner, SlotContext, TookTooMuch
+from services.worker.slots.version_engine import SlotContext, TookTooMuch
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, RowProbe
+
+if TYPE_CHECKING:
+    from services.worker.slots.version_slot import VersionSlot
 
 log = structlog.get_logger()
 
@@ -144,7 +147,7 @@ class VersionBatcher:
     The rows stay while a serving process that ended by itself starts again.
     """
 
-    def __init__(self, owner: EngineOwner, context: SlotContext, memory: VersionMemory) -> None:
+    def __init__(self, owner: VersionSlot, context: SlotContext, memory: VersionMemory) -> None:
         self._owner = owner
         self._context = context
         self.memory = memory

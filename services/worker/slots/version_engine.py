@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -18,7 +18,6 @@ from services.core.errors import DoesNotFit
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
-from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.detokenizer import Vocabulary
 from services.worker.engine_protocol import (
     EngineConfig,
@@ -30,7 +29,7 @@ from services.worker.engine_protocol import (
     Resized,
     Stepped,
 )
-from services.worker.kv import PoolLimits
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.policy.probes import EngineSpeed, plan_probe
 from services.worker.slots.engine_process import (
@@ -47,9 +46,12 @@ from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, PromptProbe
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.sequences import SequenceTable
-from services.worker.streams.served_versions import ServedVersion
+from services.worker.streams.kv import PoolLimits
+from services.worker.streams.sequences import SequenceTable, ServedVersion
 from services.worker.telemetry import WorkerTelemetry
+
+if TYPE_CHECKING:
+    from services.worker.slots.version_slot import VersionSlot
 
 log = structlog.get_logger()
 
@@ -113,25 +115,6 @@ class CrashShare:
 ALONE: Final = CrashShare()
 
 
-class EngineOwner(Protocol):
-    """The slot whose engine this is."""
-
-    version: AssignedVersion
-    phase: VersionPhase
-    probed: bool  # the version has answered a probe here
-    itl_target_s: float  # the ITL target of its present assignment
-
-    def engine_progress(self, event: Progress) -> None: ...
-
-    def engine_loaded(self) -> None: ...
-
-    def engine_ready(self) -> None: ...
-
-    def engine_ended(
-        self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE
-    ) -> None: ...
-
-
 class VersionEngine:
     """There is at most one engine process at a time. Its owners are notified when it is ready and when it
     ended.
@@ -140,7 +123,7 @@ class VersionEngine:
     """
 
     def __init__(self, context: SlotContext, memory: VersionMemory) -> None:
-        self._owners: dict[str, EngineOwner] = {}  # owners by version, in order of their arrival
+        self._owners: dict[str, VersionSlot] = {}  # owners by version, in order of their arrival
         self._context = context
         self.memory = memory
         self._starting = False  # an owner prepares a process
@@ -164,7 +147,7 @@ class VersionEngine:
         runs = any(owner.phase in WITH_ENGINE for owner in self._owners.values())
         return self._process.silent_s if runs and self._process is not None else 0.0
 
-    def enter(self, owner: EngineOwner) -> bool:
+    def enter(self, owner: VersionSlot) -> bool:
         """Make the slot an owner, which is served at once where the engine is ready.
 
         Return whether the owner is to start a process: none runs, and no other owner starts one.
@@ -179,7 +162,7 @@ class VersionEngine:
         return True
 
     @contextlib.contextmanager
-    def starts(self, starter: EngineOwner) -> Iterator[None]:
+    def starts(self, starter: VersionSlot) -> Iterator[None]:
         """Enclose the start by the owner that is to do it. Without a process at its end the others, which
         wait for it, try for themselves."""
         try:
@@ -228,7 +211,7 @@ class VersionEngine:
         if process is not None and loaded and target_s != self._paced_s and process.send(Pace(target_s)):
             self._paced_s = target_s
 
-    async def leave(self, owner: EngineOwner) -> None:
+    async def leave(self, owner: VersionSlot) -> None:
         """Return once the version runs here no more. The last owner ends the process and frees the memory.
 
         The sequences of the version end with ENGINE_LOST, those of others go on.
@@ -248,7 +231,7 @@ class VersionEngine:
             await self._process.stop()
         self.memory.release()
 
-    def _loading(self) -> list[EngineOwner]:
+    def _loading(self) -> list[VersionSlot]:
         coming = (VersionPhase.LOADING, VersionPhase.PROBING)
         return [owner for owner in self._owners.values() if owner.phase in coming]
 
@@ -323,12 +306,12 @@ class VersionEngine:
             self._serve(owner, self.table)
         self.pace()  # the target may have changed while it loaded
 
-    def _serve(self, owner: EngineOwner, table: SequenceTable) -> None:
+    def _serve(self, owner: VersionSlot, table: SequenceTable) -> None:
         self._context.host.join(table, self._served(owner))
         log.info("engine.joined", digest=owner.version.version_digest, versions=len(table.versions))
         owner.engine_ready()
 
-    def _served(self, owner: EngineOwner) -> ServedVersion:
+    def _served(self, owner: VersionSlot) -> ServedVersion:
         version = owner.version
         telemetry = self._context.telemetry.version(version.deployment)
         return ServedVersion(version.version_digest, version.deployment, telemetry)
@@ -352,7 +335,7 @@ class VersionEngine:
             if any(self._is_drained(owner) for owner in self._owners.values()):
                 self._context.woke()
 
-    def _is_drained(self, owner: EngineOwner) -> bool:
+    def _is_drained(self, owner: VersionSlot) -> bool:
         if owner.phase is not VersionPhase.DRAINING or self.table is None:
             return False
         return not self.table.running_of(owner.version.version_digest)

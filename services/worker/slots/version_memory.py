@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from services.core.errors import DoesNotFit
-from services.worker.agent.memory_ledger import MIN_KV_BYTES, MemoryGrant, MemoryLedger
-from services.worker.engine_protocol import Ready
+from services.worker.engine_protocol import LoadFailed, Ready
+from services.worker.memory_ledger import MIN_KV_BYTES, MemoryGrant, MemoryLedger
 from services.worker.policy.memory_shares import MemoryShare
 
 FIRST_WORKING_BYTES: Final = 256 * 1024 * 1024  # granted to a version's first engine, if they are free
@@ -85,11 +85,11 @@ class VersionMemory:
             label=self._label,
         )
 
-    def learn(self, *, weight_bytes: int, working_bytes: int, kv_bytes: int) -> None:
+    def learn(self, refused: LoadFailed) -> None:
         """Record the minimum that an engine that did not fit reported."""
-        self._weight_bytes = max(weight_bytes, self._weight_bytes)
-        self._working_bytes = max(working_bytes, self._working_bytes)
-        self._least_kv_bytes = max(kv_bytes, self._least_kv_bytes)
+        self._weight_bytes = max(refused.weight_bytes, self._weight_bytes)
+        self._working_bytes = max(refused.working_bytes, self._working_bytes)
+        self._least_kv_bytes = max(refused.kv_bytes, self._least_kv_bytes)
 
     def settle(self, engine: Ready) -> None:
         """Replace the grant by what the engine took. Raises DoesNotFit."""

@@ -13,9 +13,9 @@ from services.core.errors import DoesNotFit, FailedPrecondition, FairwayError, U
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.worker.batcher.driver import Batcher
-from services.worker.engine_protocol import EngineConfig, Progress
+from services.worker.engine_protocol import EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
-from services.worker.slots.engine_process import Crashed, EngineExit, LoadRefused
+from services.worker.slots.engine_process import Crashed, EngineExit
 from services.worker.slots.engine_settings import EngineSettings, Executor
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
@@ -333,11 +333,11 @@ class VersionSlot:
         if ran_s > CALM_S:
             self.failures.count = 0
         match exit_:
-            case LoadRefused() if self._lost_files():
+            case LoadFailed() if self._lost_files():
                 pass
-            case LoadRefused(reason, message, weight_bytes, working_bytes, kv_bytes):
-                self.memory.learn(weight_bytes=weight_bytes, working_bytes=working_bytes, kv_bytes=kv_bytes)
-                self._break(reason.upper(), message, failed=True)
+            case LoadFailed():
+                self.memory.learn(exit_)
+                self._break(exit_.reason.upper(), exit_.message, failed=True)
             case Crashed(_, message):
                 self.restarting = True
                 self.restarts += share.counts

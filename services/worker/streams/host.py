@@ -12,15 +12,13 @@ from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.ports.streams.worker_stream import StepFrame
-from services.worker.kv import PrefixSet
 from services.worker.streams.admission import FallbackAdmission, GrantFence
-from services.worker.streams.charges import Tally
-from services.worker.streams.device_time import DeviceTime
+from services.worker.streams.charges import DeviceTime, Tally
+from services.worker.streams.kv import PrefixSet
 from services.worker.streams.live_row import LiveRow, RowTable
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.outbox import Outbox
-from services.worker.streams.sequences import SequenceTable
-from services.worker.streams.served_versions import ServedVersion
+from services.worker.streams.sequences import SequenceTable, ServedVersion
 
 _MAX_LEFT: Final = 8
 

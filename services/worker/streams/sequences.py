@@ -7,8 +7,8 @@ token costs a look-up, an append and a string concatenation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.errors import ConstraintRefused
@@ -17,13 +17,13 @@ from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import TextStream, Vocabulary
-from services.worker.kv import PoolLimits, PoolStats, Reservations
 from services.worker.policy.engine_failures import StallDetector, role_of
 from services.worker.streams.charges import UsageAccounting
+from services.worker.streams.kv import PoolLimits, PoolStats, Reservations
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequence_slots import Prefills, SequenceSlots
-from services.worker.streams.served_versions import ServedVersion, ServedVersions
+from services.worker.telemetry import VersionTelemetry
 
 MAX_CREDIT: Final = 2**31 - 1
 CHARGE_S: Final = 0.25  # interval at which running sequences' output is charged; a heartbeat is four of them
@@ -39,6 +39,64 @@ FLUSHED: Final = frozenset(
         FinishReason.ERROR,
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersion:
+    """One version of an engine: what its sequences are counted for."""
+
+    version_digest: str
+    model: str = ""  # the deployment
+    telemetry: VersionTelemetry | None = None
+
+
+class ServedVersions:
+    """The versions that one engine serves: those whose computation is the same.
+
+    In order of their arrival, never empty. Single writer: the sequence table.
+
+    ``engine`` names the engine as long as it runs, whichever versions join and leave.
+    """
+
+    def __init__(self, first: ServedVersion) -> None:
+        self.engine = first.version_digest
+        self._versions = {first.version_digest: first}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._versions)
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def __contains__(self, version_digest: str) -> bool:
+        return version_digest in self._versions
+
+    @property
+    def first(self) -> str:
+        """The one that the engine's cached blocks are reported with."""
+        return next(iter(self._versions))
+
+    @property
+    def shared_as(self) -> str:
+        """The engine's name for the scheduler; empty while it is that of its only version."""
+        return "" if list(self._versions) == [self.engine] else self.engine
+
+    def add(self, version: ServedVersion) -> None:
+        assert version.version_digest not in self._versions, "the engine serves the version already"
+        self._versions[version.version_digest] = version
+
+    def remove(self, version_digest: str) -> None:
+        assert len(self._versions) > 1, "an engine without a version"
+        del self._versions[version_digest]
+
+    def model_of(self, version_digest: str) -> str:
+        return self._versions[version_digest].model
+
+    def note_ended(self, sequence: WorkerSequence, reason: str) -> None:
+        """Record the end of a sequence in the metrics of its version."""
+        telemetry = self._versions[sequence.version_digest].telemetry
+        if telemetry is not None:
+            telemetry.ended(sequence, reason)
 
 
 def submit_command(sequence: WorkerSequence) -> wire.Submit:

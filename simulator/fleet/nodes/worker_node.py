@@ -8,7 +8,7 @@ from typing import Final
 from services.core.usage import SequenceDeviceUse, UsageEvent
 from services.worker.detokenizer import Detokenizer
 from services.worker.streams.admission import FallbackAdmission
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from simulator.engine.cost_model import cost_model, slowed
 from simulator.engine.sim_engine import SimEngineSpec

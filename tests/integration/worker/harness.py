@@ -53,7 +53,7 @@ from services.worker.slots.engine_process import (
 )
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_files import ModelSource, VersionFiles
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.sequences import SequenceTable
 from services.worker.telemetry import WorkerTelemetry

@@ -31,7 +31,6 @@ from services.worker.slots.engine_process import (
     EngineExit,
     EngineProcess,
     EngineTimeouts,
-    LoadRefused,
     Stopped,
 )
 from tests.support.poisoned_engine import Fault, poison_ids
@@ -170,7 +169,7 @@ async def test_it_says_what_size_its_pool_has_become(start: Start) -> None:
 
 async def test_what_does_not_fit_says_what_it_needs(start: Start) -> None:
     _, received = await start("say(wire.LoadFailed('does_not_fit', 'why', 5, 7, 9)); sys.exit(3)")
-    assert await received.ended() == LoadRefused("does_not_fit", "why", 5, 7, 9)
+    assert await received.ended() == wire.LoadFailed("does_not_fit", "why", 5, 7, 9)
 
 
 async def test_the_socket_is_private_and_does_not_outlive_the_engine(start: Start) -> None:
@@ -189,7 +188,7 @@ async def test_a_load_that_is_refused_says_why(start: Start, model_dir: Path) ->
     (model_dir / "config.json").write_text('{"vocab_size": 0}')
     _, received = await start()
     exit_ = await received.ended()
-    assert isinstance(exit_, LoadRefused)
+    assert isinstance(exit_, wire.LoadFailed)
     assert "vocab_size" in exit_.message
 
 

@@ -30,11 +30,10 @@ from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.kv import PoolLimits
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.sequences import SequenceTable
-from services.worker.streams.served_versions import ServedVersion
+from services.worker.streams.kv import PoolLimits
+from services.worker.streams.sequences import SequenceTable, ServedVersion
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.fleet.nodes.worker_node import _PlainText
 from simulator.kernel.loop import VirtualTimeLoop, run

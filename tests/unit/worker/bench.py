@@ -12,12 +12,10 @@ from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
-from services.worker.kv import PoolLimits
-from services.worker.streams.charges import UsageAccounting
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime, UsageAccounting
 from services.worker.streams.host import SequenceHost
-from services.worker.streams.sequences import SequenceTable
-from services.worker.streams.served_versions import ServedVersion
+from services.worker.streams.kv import PoolLimits
+from services.worker.streams.sequences import SequenceTable, ServedVersion
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final, Self
 
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from services.core.generation import Usage
 
@@ -157,13 +157,4 @@ def summed(parts: Iterable[Lines]) -> Lines:
 
 
 def _without_user(line: Line) -> Line:
-    return Line(
-        line.hour,
-        line.tenant,
-        line.key_id,
-        OTHER_USERS,
-        line.model,
-        line.version_digest,
-        line.labels,
-        line.source,
-    )
+    return replace(line, user=OTHER_USERS)

@@ -20,7 +20,7 @@ from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.kv_cache import KvCache, KvShape
 from services.worker.engine.execute.operators import Operators
 from services.worker.engine.execute.torch_executor import Forward
-from services.worker.engine.sample.reductions import Reductions, TorchReductions
+from services.worker.engine.sample.sampler import Reductions, TorchReductions
 from services.worker.engine_protocol import EngineConfig
 
 if TYPE_CHECKING:  # importing it imports Triton

@@ -16,8 +16,7 @@ from services.worker.engine.execute.kv_cache import KvPool
 from services.worker.engine.execute.model import Hidden
 from services.worker.engine.execute.spans import Spans
 from services.worker.engine.execute.step_rows import Seats, StepRows
-from services.worker.engine.sample.reductions import Reductions
-from services.worker.engine.sample.sampler import TORCH, RuleOut, Sampled, launch, torch_rule_out
+from services.worker.engine.sample.sampler import TORCH, Reductions, RuleOut, Sampled, launch, torch_rule_out
 from services.worker.engine.validation import MAX_LOGPROBS
 from services.worker.engine_protocol import SampledLogprobs
 

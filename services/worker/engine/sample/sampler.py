@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ import torch.nn.functional as F
 
 from services.worker.engine.constrain.masks import RuledRows, StepMasks
 from services.worker.engine.execute.executor import NOT_FINITE, Samples
-from services.worker.engine.sample.reductions import Reductions, TorchReductions
 from services.worker.engine.sample.sampling_rows import (
     BIASED,
     DRAWN,
@@ -45,10 +44,49 @@ WIDER: Final = 16  # factor by which top-p looks at more where these do not reac
 MOST_PLACES: Final = 1 << 16  # tokens of prompts and outputs whose penalties are computed at once
 BITS: Final = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 NO_TOKEN: Final = -1  # token of a row whose logits are no numbers
-TORCH: Final = TorchReductions()
 
 # Adds minus infinity to the logits [rows, vocabulary] that constraints forbid: what is no number stays none.
 RuleOut: TypeAlias = Callable[[torch.Tensor, RuledRows], None]
+
+
+class Reductions(Protocol):
+    """Rows are contiguous; the last dimension is reduced."""
+
+    def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float32 [rows, width] for x likewise."""
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Return float64 [...] for float32 x [..., width]."""
+
+    def running_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums up to each number, float64 [rows, width] for x likewise."""
+
+    def greatest(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the greatest numbers and their places, each [rows, count], for x [rows, width]."""
+
+
+class TorchReductions:
+    """On a CPU a row is reduced by itself. On CUDA torch chooses by the number of rows how it is."""
+
+    def log_softmax(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Reductions``."""
+        return x.log_softmax(dim=-1)
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Reductions``."""
+        return x.sum(dim=-1, dtype=torch.float64)
+
+    def running_sums(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Reductions``."""
+        return x.cumsum(dim=-1)
+
+    def greatest(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Reductions``."""
+        found = x.topk(count, dim=-1)
+        return found.values, found.indices
+
+
+TORCH: Final = TorchReductions()
 
 
 @dataclass(frozen=True, slots=True)

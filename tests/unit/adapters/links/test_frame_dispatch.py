@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.adapters.links.frame_dispatch import SinkTable
+from services.adapters.links.muxed_workers import SinkTable
 from services.core.generation import NotAdmittedReason, SequenceEnd, TokenLogprobs
 from services.ports.streams.worker_stream import StepFrame
 

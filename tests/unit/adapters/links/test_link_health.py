@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.adapters.links.frame_dispatch import SinkTable
-from services.adapters.links.muxed_workers import ANSWER_S, CHECK_S, LinkHealth
+from services.adapters.links.muxed_workers import ANSWER_S, CHECK_S, LinkHealth, SinkTable
 from tests.unit.adapters.links.test_frame_dispatch import Deaf
 
 SILENCE_S = 8.0

@@ -26,7 +26,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.worker.agent.memory_ledger import MemoryLedger
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy import lifecycle
 from services.worker.policy.lifecycle import (
     CancelRemoval,

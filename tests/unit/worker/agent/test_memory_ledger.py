@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from services.core.errors import DoesNotFit
-from services.worker.agent.memory_ledger import MIN_KV_BYTES, SLAB_BYTES, MemoryLedger
+from services.worker.memory_ledger import MIN_KV_BYTES, SLAB_BYTES, MemoryLedger
 
 MIB = 2**20
 TOTAL = 256 * MIB

@@ -13,10 +13,10 @@ from services.core.generation import FinishReason, StartSpec
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
-from services.worker.kv import PoolLimits
 from services.worker.policy.engine_failures import ABANDON_S
 from services.worker.streams.charges import Tally
 from services.worker.streams.host import FairnessCounters
+from services.worker.streams.kv import PoolLimits
 from services.worker.streams.sequences import CHARGE_S
 from tests.unit.worker.bench import DIGEST, Bench
 from tests.unit.worker.reader import Reader

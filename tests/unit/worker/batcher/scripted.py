@@ -19,8 +19,7 @@ from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, Command, RowCosts, RowModel, RunBatch
 from services.worker.slots.engine_process import Crashed, Stopped
-from services.worker.streams.charges import Tally
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime, Tally
 from services.worker.streams.outbox import Outbox
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage

@@ -18,7 +18,7 @@ from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import prefix_chain
 from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.torch_executor import SLICE_ROWS, launch_scores, scored_rows
-from services.worker.engine.sample.reductions import TorchReductions
+from services.worker.engine.sample.sampler import TorchReductions
 from services.worker.engine.sequence import sequence_of
 from services.worker.engine.validation import ModelLimits, refusal
 from services.worker.engine_protocol import SampledLogprobs, Submit

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv import PrefixSet
+from services.worker.streams.kv import PrefixSet
 
 names = st.lists(st.integers(0, 12), max_size=5, unique=True)
 

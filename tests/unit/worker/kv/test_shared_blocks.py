@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from services.core.generation import NotAdmittedReason, Prompt, StartSpec
 from services.runtime.telemetry.metrics import Metrics
-from services.worker.kv import PrefixSet, SharedBlocks
+from services.worker.streams.kv import PrefixSet, SharedBlocks
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.metrics import values
 from tests.unit.worker.agent.test_report import report, step

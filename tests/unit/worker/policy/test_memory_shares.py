@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.agent.memory_ledger import SLAB_BYTES
+from services.worker.memory_ledger import SLAB_BYTES
 from services.worker.policy.memory_shares import MemoryShare, kv_targets
 
 MIB = 2**20

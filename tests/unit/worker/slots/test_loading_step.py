@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
-from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.engine_protocol import Progress
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import SlotContext

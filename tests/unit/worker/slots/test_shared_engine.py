@@ -17,16 +17,16 @@ from services.core.poison.suspicion import LossCause
 from services.core.records import AssignedVersion
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
-from services.worker.agent.memory_ledger import MemoryLedger
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
 from services.worker.detokenizer import ByteLevelVocabulary, Vocabulary
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.slots.engine_process import Crashed, EngineEvents, Stopped
 from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import SlotContext
 from services.worker.slots.version_files import weight_bytes
 from services.worker.slots.version_slot import VersionSlot
-from services.worker.streams.device_time import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.host import SequenceHost
 from services.worker.telemetry import WorkerTelemetry
 from tests.support.clocks import HandClock

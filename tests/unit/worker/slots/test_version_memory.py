@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import DoesNotFit
-from services.worker.agent.memory_ledger import MemoryLedger
-from services.worker.engine_protocol import Ready
+from services.worker.engine_protocol import LoadFailed, Ready
+from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.memory_shares import MemoryShare
 from services.worker.slots.version_memory import VersionMemory
 
@@ -47,7 +47,7 @@ def test_what_did_not_fit_asks_for_what_it_was_told() -> None:
     memory = memory_of(MemoryLedger(60 * MIB))
     memory.take(weight_bytes=20 * MIB, kv_bytes=None)
     memory.release()
-    memory.learn(weight_bytes=21 * MIB, working_bytes=30 * MIB, kv_bytes=18 * MIB)
+    memory.learn(LoadFailed("does_not_fit", "", 21 * MIB, 30 * MIB, 18 * MIB))
     assert memory.needed_bytes == 69 * MIB
     with pytest.raises(DoesNotFit, match=r"21 MiB for weights, 30 MiB .* at least 18 MiB for KV"):
         memory.take(weight_bytes=20 * MIB, kv_bytes=None)

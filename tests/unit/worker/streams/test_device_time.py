@@ -6,8 +6,14 @@ import pytest
 
 from services.core.generation import FinishReason
 from services.worker import engine_protocol as wire
-from services.worker.streams.charges import Tally, UsageAccounting
-from services.worker.streams.device_time import IDLE_INTERVAL_S, INTERVAL_S, DeviceKind, DeviceTime
+from services.worker.streams.charges import (
+    IDLE_INTERVAL_S,
+    INTERVAL_S,
+    DeviceKind,
+    DeviceTime,
+    Tally,
+    UsageAccounting,
+)
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
 from tests.unit.worker.bench import Bench
