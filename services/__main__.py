@@ -8,7 +8,7 @@ def run() -> None:
     """Prepare the environment, then import and run what uses it."""
     hold_standard_descriptors()
     grpc_environment.prepare()
-    from services.app.main import main
+    from services.app.process import main
 
     main()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.controlplane.resources.accounts import Accounts
+from services.controlplane.resources.accounts import Accounts, Sealer
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.quarantine import QuarantinedInputs
-from services.controlplane.resources.sealing import Sealer
 from services.controlplane.rollouts.resource import Rollouts
 from services.ports.clock import Clock
 from services.ports.spending import Spending

@@ -19,8 +19,7 @@ from services.controlplane.resources.deployments import Deployments
 from services.controlplane.usage.codec import checkpoint_to_bytes, hour_to_bytes, segment_to_bytes
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import LedgerBook, Segment, UsageReport, new_parts
-from services.controlplane.usage.prices import ListPrices
-from services.controlplane.usage.servicer import UsageServicer
+from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.core.errors import InvalidInput
 from services.core.generation import Usage
 from services.core.limits import Price

@@ -25,8 +25,7 @@ from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
 from services.controlplane.reconciler import Reconciler
-from services.controlplane.resources.accounts import bootstrap
-from services.controlplane.resources.sealing import Sealer
+from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -34,8 +33,7 @@ from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.store_events import StoreEvents
 from services.controlplane.telemetry import AlertTelemetry, ReconcilerTelemetry
 from services.controlplane.usage.ledger import UsageLedger
-from services.controlplane.usage.prices import ListPrices
-from services.controlplane.usage.servicer import UsageServicer
+from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import structlog
 
-from services.controlplane.fleet import read_snapshot
-from services.controlplane.resources.deployment_history import DeploymentRevision, kept, revisions_of
+from services.controlplane.fleet import read_snapshot, readable
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
 from services.core.errors import FailedPrecondition, InvalidInput, NotFound
@@ -16,8 +17,10 @@ from services.core.outputs.families import named_form
 from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
+    ROOT,
     Deployment,
     Tag,
+    dump,
     load,
     model_users_key,
     tag_key,
@@ -25,10 +28,53 @@ from services.core.records import (
 )
 from services.core.rollouts.routes import ROUTES
 from services.ports.clock import Clock
-from services.ports.store import ModRevisionIs, Put, Store
+from services.ports.store import Delete, ModRevisionIs, Operation, Put, Store
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()
+DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
+MAX_REVISIONS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentRevision:
+    """A state that a deployment had from a time on. ``cause``: update, or the rollout that ended in it.
+
+    Each change stores one, in its transaction and under a key of its own, named by the time of the change. So
+    concurrent changes of different deployments, and retries of one, never conflict here.
+    """
+
+    time_unix_s: float
+    deployment: Deployment
+    cause: str = ""
+
+
+def revision_put(deployment: Deployment, time_unix_s: float, cause: str) -> Put:
+    """Return the write that keeps a state."""
+    revision = DeploymentRevision(time_unix_s, deployment, cause)
+    return Put(f"{_prefix(deployment.meta.name)}{_name_of(time_unix_s)}", dump(revision))
+
+
+async def revisions_of(store: Store, name: str) -> tuple[tuple[str, DeploymentRevision], ...]:
+    """Return the stored states with their names, the newest first."""
+    listing = await store.list(_prefix(name))
+    found = [(entry.key.rpartition("/")[2], readable(entry, DeploymentRevision)) for entry in listing.entries]
+    return tuple((key, one) for key, one in reversed(found) if one is not None)
+
+
+async def kept(store: Store, deployment: Deployment, time_unix_s: float, cause: str) -> Sequence[Operation]:
+    """Return the writes that keep a state and drop those beyond ``MAX_REVISIONS``."""
+    entries = (await store.list(_prefix(deployment.meta.name))).entries
+    surplus = entries[: max(0, len(entries) + 1 - MAX_REVISIONS)]
+    return [*(Delete(entry.key) for entry in surplus), revision_put(deployment, time_unix_s, cause)]
+
+
+def _prefix(name: str) -> str:
+    return f"{DEPLOYMENT_HISTORY}{name}/"
+
+
+def _name_of(time_unix_s: float) -> str:
+    return f"{round(time_unix_s * 1e6):017d}"
 
 
 class Deployments:

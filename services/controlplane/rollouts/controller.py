@@ -25,14 +25,13 @@ from services.controlplane.objectives.policy.gates import (
 )
 from services.controlplane.policy.assign import Unplaced
 from services.controlplane.resources.status import unplaced_in, unplaced_message
-from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.advance import advance, facts_of
 from services.controlplane.rollouts.policy.effects import (
     MOST_LOAD_RATIO,
     load_ratio,
     measured_ratio,
     step_name,
 )
-from services.controlplane.rollouts.policy.facts import facts_of
 from services.controlplane.rollouts.records import (
     FULL,
     STABLE,

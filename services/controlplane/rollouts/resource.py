@@ -17,7 +17,7 @@ from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot
 from services.controlplane.resources.deployments import pinned_version
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
-from services.controlplane.rollouts.policy.facts import RolloutFacts, facts_of
+from services.controlplane.rollouts.policy.advance import RolloutFacts, facts_of
 from services.controlplane.rollouts.policy.operate import (
     Promotion,
     abort,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.controlplane.resources.deployment_history import revision_put
+from services.controlplane.resources.deployments import revision_put
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import DEPLOYMENTS, Deployment, dump

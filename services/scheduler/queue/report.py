@@ -9,8 +9,7 @@ from typing import Final
 from services.core.fleet import TenantCounter
 from services.core.queues import ClassWait, PoolQueue, QueueShare
 from services.core.records import Priority
-from services.scheduler.fleet.levels import PoolLevels
-from services.scheduler.fleet.view import FleetView
+from services.scheduler.fleet.view import FleetView, PoolLevels
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.waiting import QueuedPlacement
 

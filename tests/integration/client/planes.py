@@ -19,7 +19,7 @@ from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.servicer import SliListing
-from services.controlplane.resources.sealing import Sealer
+from services.controlplane.resources.accounts import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated

@@ -9,7 +9,7 @@ import grpc
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.resources.sealing import Sealer
+from services.controlplane.resources.accounts import Sealer
 from services.core.manifest import sha256_of
 from services.core.records import KEYS, ApiKey, dump, load
 from services.ports.store import Put

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.controlplane.resources.deployment_history import MAX_REVISIONS
+from services.controlplane.resources.deployments import MAX_REVISIONS
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
 

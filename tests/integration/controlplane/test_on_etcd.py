@@ -18,8 +18,8 @@ from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.quarantine.store import StoreQuarantine
 from services.controlplane.event_log import EventRecorder
+from services.controlplane.resources.accounts import Sealer
 from services.controlplane.resources.budgets import Budgets
-from services.controlplane.resources.sealing import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.controlplane.resources.deployment_history import revisions_of
+from services.controlplane.resources.deployments import revisions_of
 from services.controlplane.rollouts.controller import gate_plan
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.errors import (

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from services.app.main import ROLES
+from services.app.process import ROLES
 from services.runtime import config
 
 ROOT: Final = Path(__file__).parents[3]

@@ -22,8 +22,7 @@ import numpy as np
 
 from services.core.generation import Constraint
 from services.ports.grammars import Bits, GrammarRefused, Grammars, MaskRequest, Matcher, TokenizerUnusable
-from services.worker.engine.constrain.masks import RuledRows, StepMasks
-from services.worker.engine.execute.executor import Batch
+from services.worker.engine.execute.executor import Batch, RuledRows, StepMasks
 from services.worker.engine.sequence import SequenceState
 
 # Processor time in seconds. A usual mask takes a tenth of SHARE_S; one may take a hundred times as much.

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
-from services.worker.engine.constrain.masks import StepMasks
+from services.ports.grammars import Bits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine_protocol import SampledLogprobs
 
 NOT_FINITE: Final = "the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class RuledRows:
+    """``allowed`` [rows, bytes] has a bit per token, the lowest first: a token of ``rows[i]`` whose bit is 0
+    may not come next.
+
+    ``problems`` states by sampling row why an output cannot continue. ``late`` are sampling rows whose masks
+    were not computed; they are to be computed again. All bits of both are 1.
+    """
+
+    rows: list[int]
+    allowed: Bits
+    problems: dict[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
+
+
+# The masks of a step that is computed meanwhile.
+StepMasks: TypeAlias = Future[RuledRows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine.speculation.draft_model import DraftModel
-from services.worker.engine.speculation.prompt_lookup import PromptLookup
-from services.worker.engine.speculation.speculator import Proposer, Speculator
+from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig, TooLittleMemory
 from services.worker.engine.validation import MAX_LOGPROBS, ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Submit

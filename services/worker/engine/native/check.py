@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.constrain.masks import RuledRows
+from services.worker.engine.execute.executor import RuledRows
 from services.worker.engine.execute.kv_cache import KvShape
 from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.execute.spans import Span

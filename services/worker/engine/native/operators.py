@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from services.worker.engine.constrain.masks import RuledRows
+from services.worker.engine.execute.executor import RuledRows
 from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
 from services.worker.engine.native.library import Library, LinearCall, RotateCall, RuleOutCall
 

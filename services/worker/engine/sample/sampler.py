@@ -21,8 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from services.worker.engine.constrain.masks import RuledRows, StepMasks
-from services.worker.engine.execute.executor import NOT_FINITE, Samples
+from services.worker.engine.execute.executor import NOT_FINITE, RuledRows, Samples, StepMasks
 from services.worker.engine.sample.sampling_rows import (
     BIASED,
     DRAWN,

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from services.controlplane.objectives.policy.gates import GateReport, Verdict
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.advance import RolloutFacts, advance, facts_of
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
-from services.controlplane.rollouts.policy.facts import RolloutFacts, facts_of
 from services.controlplane.rollouts.records import (
     Rollout,
     RolloutArm,

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.controlplane.objectives.policy.gates import GateMetric, Verdict
-from services.controlplane.rollouts.policy.advance import advance
+from services.controlplane.rollouts.policy.advance import ArmFacts, advance, facts_of
 from services.controlplane.rollouts.policy.effects import MOST_LOAD_RATIO, load_ratio, replicas_for_weight
-from services.controlplane.rollouts.policy.facts import ArmFacts, facts_of
 from services.controlplane.rollouts.policy.operate import Promotion, abort, pause, promote, resume, revert
 from services.controlplane.rollouts.records import (
     ABORTABLE,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.constrain.masks import RuledRows
+from services.worker.engine.execute.executor import RuledRows
 from services.worker.engine.execute.operators import HeadNorms
 from services.worker.engine.native.operators import NativeOperators
 from services.worker.engine.sample.sampler import torch_rule_out

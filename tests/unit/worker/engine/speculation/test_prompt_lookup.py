@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.sequence import SequenceState, sequence_of
-from services.worker.engine.speculation.prompt_lookup import (
+from services.worker.engine.speculation.speculator import (
     GRAM,
     MAX_CANDIDATES,
     MAX_MATCH,

@@ -24,8 +24,7 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.sequence import SequenceState
 from services.worker.engine.speculation.draft_model import DraftModel
-from services.worker.engine.speculation.prompt_lookup import PromptLookup
-from services.worker.engine.speculation.speculator import Proposer, Speculator
+from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
 from services.worker.engine.unsupported import REFUSALS, BadEngineConfig
 from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Submit
