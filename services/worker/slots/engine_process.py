@@ -191,32 +191,22 @@ class Crashed:
 EngineExit = Stopped | LoadFailed | Crashed
 
 
-@dataclass(frozen=True, slots=True)
+def _unused(_: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEvents:
     """Callbacks of the event loop, in order of the events; ``on_exit`` once, last. They must not block."""
 
-    on_progress: Callable[[Progress], None]
+    on_progress: Callable[[Progress], None] = _unused
     on_ready: Callable[[Ready], None]
-    on_stepped: Callable[[Stepped], None]
-    on_heartbeat: Callable[[EngineHeartbeat], None]
-    on_resized: Callable[[Resized], None]
-    on_exit: Callable[[EngineExit], None]
+    # Events of steps. The process of a fixed-cost model makes none.
+    on_stepped: Callable[[Stepped], None] = _unused
+    on_heartbeat: Callable[[EngineHeartbeat], None] = _unused
+    on_resized: Callable[[Resized], None] = _unused
     # Receives the batches of a fixed-cost model.
-    on_batch: Callable[[BatchRan | BatchRaised], None] = lambda _: None
-
-
-def batch_events(
-    *,
-    on_progress: Callable[[Progress], None],
-    on_ready: Callable[[Ready], None],
-    on_batch: Callable[[BatchRan | BatchRaised], None],
-    on_exit: Callable[[EngineExit], None],
-) -> EngineEvents:
-    """Return the callbacks for the process of a fixed-cost model, which makes no steps."""
-
-    def unused(_: object) -> None: ...
-
-    return EngineEvents(on_progress, on_ready, unused, unused, unused, on_exit, on_batch)
+    on_batch: Callable[[BatchRan | BatchRaised], None] = _unused
+    on_exit: Callable[[EngineExit], None]
 
 
 class RunningEngine(Protocol):

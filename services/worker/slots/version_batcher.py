@@ -16,10 +16,10 @@ from services.worker.batcher.driver import Batcher, BatcherContext
 from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.policy.window import DerivedWindow, FixedWindow
 from services.worker.batcher.telemetry import BatcherTelemetry
-from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig, Progress, Ready
+from services.worker.engine_protocol import BatchRaised, BatchRan, EngineConfig, Ready
 from services.worker.policy.lifecycle import VersionPhase
 from services.worker.policy.probes import plan_row_probe
-from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine, Stopped, batch_events
+from services.worker.slots.engine_process import Crashed, EngineEvents, EngineExit, RunningEngine, Stopped
 from services.worker.slots.version_engine import SlotContext, TookTooMuch
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, RowProbe
@@ -81,9 +81,7 @@ class SacrificialProcess:
             assert self._config is not None, "no serving process was started"
             self._take_memory(self._config)
             self._ready = self._stopping = False
-            events = batch_events(
-                on_progress=_ignore, on_ready=self._on_ready, on_batch=self._on_batch, on_exit=self._on_exit
-            )
+            events = EngineEvents(on_ready=self._on_ready, on_batch=self._on_batch, on_exit=self._on_exit)
             self._process = self._context.launch(self._config, events)
             await self._process.start()
         except FairwayError as error:
@@ -138,9 +136,6 @@ class SacrificialProcess:
         self._context.ledger.release(self._digest + _SUFFIX)
 
 
-def _ignore(_: Progress) -> None: ...
-
-
 class VersionBatcher:
     """At most one serving process at a time, and a sacrificial one while a failed batch is searched.
 
@@ -172,7 +167,7 @@ class VersionBatcher:
 
     async def start(self, config: EngineConfig) -> None:
         """Start a process; the owner is notified of the outcome. Raises FailedPrecondition."""
-        events = batch_events(
+        events = EngineEvents(
             on_progress=self._owner.engine_progress,
             on_ready=partial(self._on_ready, config),
             on_batch=self._on_batch,

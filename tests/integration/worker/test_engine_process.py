@@ -355,8 +355,7 @@ from services.worker.slots.engine_process import EngineEvents, EngineProcess
 async def main():
     clock = SystemClock()
     ready = asyncio.Event()
-    ignore = lambda event: None
-    events = EngineEvents(ignore, lambda event: ready.set(), ignore, ignore, ignore, ignore)
+    events = EngineEvents(on_ready=lambda event: ready.set(), on_exit=lambda event: None)
     config = wire.EngineConfig(socket_path="", model_dir=sys.argv[1], executor="null", null_step_s=0.01)
     engine = EngineProcess(config, events=events, clock=clock, supervisor=Supervisor(clock))
     await engine.start()
