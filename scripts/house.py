@@ -42,9 +42,8 @@ FAIR_ORDERS: Final = (
     "services/scheduler/policy/slots.py:divide",  # slots of rows
     "services/worker/batcher/policy/turns.py:TenantTurns",  # rows of one batch
     "services/gateway/rows/row_queue.py:by_service",  # rows without a leading scheduler
-    "services/runtime/process/tenant_turns.py:TenantRoundRobin",  # texts of the text processes
+    "services/runtime/process/tenant_turns.py:TenantRoundRobin",  # texts, and work in the event loop
     "services/gateway/policy/batch_turns.py:next_batches",  # batches
-    "services/gateway/faces/transport/loop_turns.py:LoopTurns",  # pieces of work in the event loop
 )
 LIMITER_PORT: Final = "services/ports/limiter.py"
 # A constructor call with so many arguments that read an attribute copies a shape by hand.

@@ -24,10 +24,9 @@ from services.rpc.connections import MAX_CONNECTIONS, Connections
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
-from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
-from services.rpc.interceptors.traces import LogContext, TraceRpcs
+from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
 from services.rpc.unauthenticated import UnauthenticatedCalls
 from services.runtime.process.machine import descriptor_limit

@@ -19,7 +19,7 @@ from services.app.roles.gateway_batches import status_of
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Meta, Tenant, load
-from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
 from services.gateway.batches.ports import BatchPorts, BatchTimes
 from services.gateway.batches.records import BATCH_OWNERS, BATCHES, BatchRecord

@@ -32,14 +32,22 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.lines import (
+    EarlyEnd,
     InputCheck,
     InputLine,
+    LineAnswer,
+    LineResult,
     LineSplitter,
     LineTooLong,
+    OpenFile,
+    ResultWindow,
     TooManyLines,
+    advanced,
+    early_bytes,
+    early_results,
+    output_line,
     parse_line,
 )
-from services.gateway.batches.output_lines import EarlyEnd, LineAnswer, output_line
 from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.records import (
     MAX_LINES,
@@ -50,14 +58,6 @@ from services.gateway.batches.records import (
     FilePurpose,
     StoredFile,
     size_of,
-)
-from services.gateway.batches.results import (
-    LineResult,
-    OpenFile,
-    ResultWindow,
-    advanced,
-    early_bytes,
-    early_results,
 )
 from services.gateway.batches.store import OwnedBatch
 from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_temporary

@@ -15,8 +15,7 @@ from services.core.outputs.families import named_form
 from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
 from services.core.records import Deployment
-from services.gateway.outputs.forms import texts_of
-from services.gateway.outputs.grammar import CallRules, call_grammar, reasoned_grammar
+from services.gateway.outputs.forms import CallRules, call_grammar, reasoned_grammar, texts_of
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tokenise import Tokeniser
 from services.rpc.convert.outputs import tool_choice_from_proto, tools_from_proto

@@ -8,7 +8,7 @@ import re
 import pytest
 from starlette.routing import Route, WebSocketRoute
 
-from services.gateway.faces.openai.endpoint import Access
+from services.gateway.faces.openai.exchange import Access
 from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, STREAM, Face, serving
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
 from services.gateway.faces.openai.event_stream import PROMPTS_AT_ONCE
-from services.gateway.faces.openai.exchange import HttpLimits
+from services.gateway.faces.openai.exchange import HttpLimits, duration
 from services.gateway.faces.openai.requests import MAX_PROMPTS
-from services.gateway.faces.transport.rate_headers import duration
 from services.runtime.process.product import product_version
 from tests.integration.openai.face import (
     CHAT,

@@ -9,8 +9,7 @@ import json
 import pytest
 
 from services.gateway.faces.openai.errors import HttpProblem
-from services.gateway.faces.openai.exchange import HttpLimits
-from services.gateway.faces.transport.compressed import inflated
+from services.gateway.faces.openai.exchange import HttpLimits, inflated
 from tests.integration.openai.face import CHAT, KEY, MAX_BODY, Face, read_answer, serving
 
 

@@ -22,7 +22,7 @@ from services.core.generation import Principal
 from services.gateway.faces.openai import server
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.sockets import protocol
-from services.gateway.faces.sockets.exchange import SocketExchange
+from services.gateway.faces.sockets.face import SocketExchange
 from services.runtime.identity import KeyDirectory
 from tests.integration.openai.face import CHAT, KEY, MAX_BODY, STREAM, Face, begun, serving, silent
 from tests.support.socket_client import closed, opened, received, request, until_over

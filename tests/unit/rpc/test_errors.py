@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from services.core.errors import InvalidInput
 from services.rpc.interceptors.base import Context
-from services.rpc.interceptors.errors import ErrorStatus
+from services.rpc.interceptors.outcome import ErrorStatus
 from services.runtime.telemetry.logging import LineBudget
 
 METHOD = "/fairway.v1.InferenceService/Complete"

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from services.rpc.connections import PERIOD_S, Connections
-from services.rpc.new_connections import NewConnections, listening
+from services.rpc.connections import PERIOD_S, Connections, NewConnections, listening
 from services.runtime.clock import SystemClock
 
 PATIENCE_S = 10.0

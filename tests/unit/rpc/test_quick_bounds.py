@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from fairway.inference import v2_pb2
 from fairway.v1 import common_pb2, inference_pb2, worker_pb2
-from services.rpc.quick_bounds import fits
+from services.rpc.bounds import fits
 
 DIGEST = "sha256:" + "a" * 64
 

@@ -16,9 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from fairway.v1 import inference_pb2
 from services.core.errors import QueueFull
 from services.rpc.interceptors.arrival import NoteArrival, RpcArrival, arrival, many_requests
-from services.rpc.interceptors.errors import ErrorStatus
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
-from services.rpc.interceptors.traces import TraceRpcs
+from services.rpc.interceptors.outcome import ErrorStatus, TraceRpcs
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
 from services.runtime.telemetry.tracing import Tracing

@@ -10,18 +10,21 @@ import structlog
 from fairway.v1 import common_pb2
 from services.core.errors import FairwayError, InternalError, InvalidInput
 from services.core.generation import Principal, StageClock
-from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.lines import LineAnswer
 from services.gateway.events import BATCH_FACE, Received
 from services.gateway.faces.openai.errors import error_body, named, status_of
 from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.faces.openai.requests import chat_request, completion_request
-from services.gateway.faces.openai.row_answers import embeddings_answer
-from services.gateway.faces.openai.row_requests import EmbeddingsCall, embeddings_request
-from services.gateway.faces.openai.rows import ROW_NAMES
+from services.gateway.faces.openai.rows import (
+    ROW_NAMES,
+    EmbeddingsCall,
+    embeddings_answer,
+    embeddings_request,
+)
 from services.gateway.faces.openai.whole import Completions, complete_all, whole_body
-from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.rows.calls import RowsCalls
 from services.ports.clock import Clock
+from services.runtime.process.tenant_loop import LoopTurns
 
 log = structlog.get_logger()
 _GENERATIONS = {"/v1/chat/completions": chat_request, "/v1/completions": completion_request}

@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP API, from the declarations by which bodies are read and answers written.
 
 A field that is not offered has the values at which it is accepted. So a client that is generated from the
-document sends what the server takes.
+document sends what the server takes. The document describes its own route, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import Raw, Struct, structs
 
-from services.gateway.faces.openai.endpoint import BYTES, JSON, Access, ApiEndpoint
+from services.gateway.faces.openai.exchange import BYTES, JSON, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.types import HINTS, neutral_values
+from services.runtime.process.product import product_version
 
 OPENAPI: Final = "3.1.0"
 NOT_OFFERED: Final = "Not offered: accepted at these values only."
@@ -135,3 +136,18 @@ def _content(kinds: Sequence[str], described: type[Struct] | None) -> dict[str, 
     """Return the content of these media types; a type describes what is no plain bytes."""
     schema = {"type": "object"} if described is None else {"$ref": _REFERENCE.format(name=described.__name__)}
     return {kind: {"schema": {} if kind == BYTES else schema} for kind in kinds}
+
+
+def with_description(endpoints: Sequence[ApiEndpoint], headers: Mapping[str, str]) -> tuple[ApiEndpoint, ...]:
+    """Return the endpoints and that of their document. It is built once."""
+    data = b""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply.json(200, data)
+
+    own = ApiEndpoint(
+        "GET", "/openapi.json", Access.TENANT, answer, "no body; the OpenAPI document of this API"
+    )
+    described = (*endpoints, own)
+    data = msgspec.json.encode(document_of(described, headers, version=product_version()))
+    return described

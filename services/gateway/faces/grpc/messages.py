@@ -1,4 +1,4 @@
-"""The gateway's events as messages of fairway.v1."""
+"""The gateway's events, and the answers of fixed-cost models, as messages of fairway.v1."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from fairway.v1 import inference_pb2
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Heartbeat, Tokens
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
+from services.gateway.rows.service import Embeddings, Inferred, Scores
+from services.gateway.rows.work import RowsAnswer
 from services.gateway.service import ServedModel
 from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
 from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
+from services.rpc.convert.rows import TENSOR
 
 _SLICE_ENTRIES: Final = 256  # entries of one slice: with their alternatives they take a few milliseconds
 _CHOICE: Final = Mirror(
@@ -46,6 +49,13 @@ finished_message: Final = Mirror(
     apart=("answer",),
 ).to_proto
 served_model: Final = Mirror(ServedModel, inference_pb2.ServedModel).to_proto
+# The fields that every answer has.
+_ANSWER: Final = Mirror(
+    RowsAnswer,
+    inference_pb2.EmbedResponse,
+    {"usage": Pair("usage", usage)},
+    apart=("outputs", "tokens", "clock", "request_rate", "token_rate"),
+)
 
 
 def generate_response(event: Event) -> inference_pb2.GenerateResponse:
@@ -88,3 +98,28 @@ def complete_response(completion: Completion) -> Generator[None, None, inference
             choice.logprobs.extend(token_logprobs(entries[first : first + _SLICE_ENTRIES]))
             yield
     return response
+
+
+def embed_response(found: Embeddings) -> inference_pb2.EmbedResponse:
+    embeddings = [
+        inference_pb2.Embedding(values=vector.tolist(), prompt_tokens=tokens)
+        for vector, tokens in zip(found.vectors, found.answer.tokens, strict=True)
+    ]
+    return _ANSWER.to_proto(found.answer, embeddings=embeddings)
+
+
+def rerank_response(found: Scores, top_n: int) -> inference_pb2.RerankResponse:
+    results = [
+        inference_pb2.RankedDocument(index=index, score=found.scores[index])
+        for index in found.best_first(top_n)
+    ]
+    return inference_pb2.RerankResponse(results=results, **_ANSWER.as_fields(found.answer))
+
+
+def score_response(found: Scores) -> inference_pb2.ScoreResponse:
+    return inference_pb2.ScoreResponse(scores=found.scores, **_ANSWER.as_fields(found.answer))
+
+
+def infer_response(found: Inferred) -> inference_pb2.InferResponse:
+    outputs = map(TENSOR.to_proto, found.outputs)
+    return inference_pb2.InferResponse(outputs=outputs, **_ANSWER.as_fields(found.answer))

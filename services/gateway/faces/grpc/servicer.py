@@ -12,20 +12,22 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.core.errors import first_failure
 from services.gateway.events import Received
-from services.gateway.faces.grpc.messages import complete_response, generate_response, served_model
-from services.gateway.faces.grpc.row_messages import (
+from services.gateway.faces.grpc.messages import (
+    complete_response,
     embed_response,
+    generate_response,
     infer_response,
     rerank_response,
     score_response,
+    served_model,
 )
 from services.gateway.faces.grpc.session import MuxedSession
-from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
+from services.runtime.process.tenant_loop import LoopTurns
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -23,9 +23,8 @@ from fairway.task_group import TaskGroup
 from services.gateway.events import Accepted, Event, Finished, Tokens
 from services.gateway.faces.openai.answers import AnswerHead, Frames, finish_reasons, served_tier
 from services.gateway.faces.openai.event_ids import AnswerPosition
-from services.gateway.faces.openai.exchange import Reply, primary_failure
+from services.gateway.faces.openai.exchange import Reply, primary_failure, rate_headers
 from services.gateway.faces.openai.requests import ApiRequest
-from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
 
 # Prompts of one request that run at once; the others wait, and take no place in a queue.

@@ -1,24 +1,47 @@
-"""One HTTP exchange: bodies within memory bounds, write timeout, and detection of a disconnected client."""
+"""One HTTP exchange: its route, bodies within memory bounds, and a client that reads slowly or disconnects.
+
+A body in gzip is inflated within the bounds of bodies, since a few KB may hold megabytes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
 from typing import Any, Final, TypeVar
+
+from msgspec import Struct
 
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput, OverQuota, SlowReader
-from services.gateway.events import MAX_ATTEMPT
-from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
+from services.core.generation import Principal
+from services.core.limits import RateState
+from services.gateway.events import MAX_ATTEMPT, Accepted, Received, never
+from services.gateway.faces.openai.errors import (
+    ErrorBody,
+    Header,
+    HttpProblem,
+    error_body,
+    error_headers,
+    status_of,
+)
 from services.gateway.faces.openai.types import is_cheap
-from services.gateway.faces.transport.compressed import ENCODINGS, inflated
-from services.gateway.faces.transport.rate_headers import rate_headers
-from services.gateway.faces.transport.write_limit import WriteLimit
+from services.gateway.rows.work import RowsAnswer
 
+ENCODINGS: Final = (b"gzip", b"x-gzip")
+_GZIP: Final = 31  # zlib's number for a window of 32 KiB in gzip's frame
+# What is inflated in the event loop, which takes a fraction of a millisecond, and in a thread at a time.
+_INLINE_BYTES: Final = 64 * 1024
+_PIECE_BYTES: Final = 1024 * 1024
+# Within a limit: a client that accepts less holds an answer in memory for too long.
+LEAST_BYTES: Final = 16 * 1024
 T = TypeVar("T")
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -60,6 +83,115 @@ REQUEST_HEADERS: Final = {
     "traceparent": "W3C trace context, continued",
     "inference-header-content-length": "of `infer`: the bytes of the JSON before binary data",
 }
+JSON: Final = "application/json"
+FORM: Final = "multipart/form-data"
+BYTES: Final = "application/octet-stream"
+# Request headers of routes that run something, and of those of them that stream.
+RUN_HEADERS: Final = ("idempotency-key", "x-request-timeout-s", "x-session-key", "x-model-version")
+STREAM_HEADERS: Final = ("last-event-id", *RUN_HEADERS)
+
+
+def rate_headers(outcome: Accepted | OverQuota | RowsAnswer) -> list[Header]:
+    """Return limit, remaining and reset of each rate that was checked for the request."""
+    return [*_headers(b"requests", outcome.request_rate), *_headers(b"tokens", outcome.token_rate)]
+
+
+def _headers(what: bytes, rate: RateState | None) -> list[Header]:
+    if rate is None:
+        return []
+    return [
+        (b"x-ratelimit-limit-" + what, b"%d" % rate.limit),
+        (b"x-ratelimit-remaining-" + what, b"%d" % rate.remaining),
+        (b"x-ratelimit-reset-" + what, duration(rate.reset_s).encode()),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Return a time rounded up to milliseconds, in OpenAI's notation: ``120ms``, ``7.66s``, ``1m0s``."""
+    total_ms = math.ceil(seconds * 1000)
+    if total_ms < 1000:
+        return f"{total_ms}ms"
+    minutes, rest_ms = divmod(total_ms, 60_000)
+    rest = f"{rest_ms / 1000:g}s"
+    return f"{minutes}m{rest}" if minutes else rest
+
+
+async def inflated(body: bytes, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """Return the content of a gzip body.
+
+    Raises HttpProblem where it has more than ``max_bytes``, before that is allocated, and where it is no
+    single complete gzip member. ``hold`` is called with the size so far; an error that it raises ends the
+    work.
+    """
+    inflater = zlib.decompressobj(wbits=_GZIP)
+    parts: list[bytes] = []
+    size, rest = 0, body
+    try:
+        while not inflater.eof:
+            room = max_bytes + 1 - size
+            if not parts:
+                part = inflater.decompress(rest, min(room, _INLINE_BYTES))
+            else:
+                part = await asyncio.to_thread(inflater.decompress, rest, min(room, _PIECE_BYTES))
+            rest = inflater.unconsumed_tail
+            if not part and not inflater.eof:  # the input is used up
+                raise _malformed()
+            size += len(part)
+            if size > max_bytes:
+                raise HttpProblem(413, f"the inflated body is larger than {max_bytes} bytes")
+            hold(len(body) + size)
+            parts.append(part)
+    except zlib.error:
+        raise _malformed() from None
+    if inflater.unused_data:
+        raise _malformed()
+    return b"".join(parts)
+
+
+def _malformed() -> HttpProblem:
+    return HttpProblem(400, "the body is not one complete gzip member")
+
+
+def takes_answer(before: int | None, accepted: int) -> bool:
+    """Whether a client that had accepted ``before`` at the start of a limit, None: at none yet, goes on."""
+    return before is None or accepted - before >= LEAST_BYTES
+
+
+class WriteLimit:
+    """The block raises TimeoutError once the client accepts less than ``LEAST_BYTES`` within ``limit_s``.
+
+    It does so up to twice ``limit_s`` after its last progress.
+
+    A large answer takes long on a slow line, which is no reason to end it. ``accepted`` returns how many
+    bytes the client has accepted. Its first call is after ``limit_s``, since most writes do not wait.
+    """
+
+    def __init__(self, limit_s: float, accepted: Callable[[], int]) -> None:
+        self._limit_s = limit_s
+        self._accepted = accepted
+        self._limit = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._wait(None)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _wait(self, accepted: int | None) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check, accepted)
+
+    def _check(self, before: int | None) -> None:
+        accepted = self._accepted()
+        if takes_answer(before, accepted):
+            self._wait(accepted)
+        else:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class ClientDisconnected(Exception):
@@ -472,3 +604,61 @@ def primary_failure(failures: BaseExceptionGroup[BaseException]) -> BaseExceptio
             else:
                 leaves.append(found)
     return next((leaf for leaf in leaves if isinstance(leaf, ClientDisconnected)), leaves[0])
+
+
+class Access(StrEnum):
+    PUBLIC = "public"
+    TENANT = "tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request inside a handler. ``principal`` is None on public routes."""
+
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    headers: Headers
+    received: Received
+    principal: Principal | None
+
+    @property
+    def caller(self) -> Principal:
+        assert self.principal is not None, "a public route has no caller"
+        return self.principal
+
+    @property
+    def withdrawn(self) -> Callable[[], bool]:
+        """Whether a client that left ends its request, though others could take it up."""
+        found: Callable[[], bool] = offered_by(self.scope).get("withdrawn", never)
+        return found
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiEndpoint:
+    """A route, its access rule, and what it takes and returns, for its description."""
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    accepts: str
+    # Writes its errors.
+    error_body: Callable[[FairwayError], bytes] = error_body
+    # The name of the event that ends a stream with an error; empty: it has no name.
+    error_event: str = ""
+    # What its body is read as, and what its answer and its errors are written from; None: not described.
+    body: type[Struct] | None = None
+    answer: type[Struct] | None = None
+    # Media types of its body (none: it has no body) and of its answer, without events.
+    takes: tuple[str, ...] = ()
+    returns: tuple[str, ...] = (JSON,)
+    # Fields of its query string; ``headers`` are the request headers that only some routes read.
+    query: type[Struct] | None = None
+    headers: tuple[str, ...] = ()
+    error: type[Struct] | None = ErrorBody
+    # Whether the answer may be server-sent events.
+    streams: bool = False

@@ -1,7 +1,11 @@
-"""Converts the OpenAI dialects to generations of fairway.v1, so that the same validator checks them."""
+"""Converts the OpenAI dialects to generations of fairway.v1, so that the same validator checks them.
+
+Structured output is ``response_format``, or one of vLLM's fields of the same purpose.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +16,31 @@ from msgspec import Raw
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.chat.tools import set_tools
-from services.gateway.faces.openai.constraints import constraint_of
+from services.core.generation import JSON_OBJECT
 from services.gateway.faces.openai.types import (
+    SEARCHES,
     ChatBody,
     ChatTurn,
+    ChosenTool,
     CompletionBody,
+    OfferedTool,
     Options,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolSelection,
     is_neutral,
     parse_body,
     require_neutral,
 )
 from services.gateway.requests.scoring import MAX_PROMPT_SCORES
 
+MAX_TOOLS = 128  # the bound in the proto
+_MODES = {
+    "none": inference_pb2.TOOL_MODE_NONE,
+    "auto": inference_pb2.TOOL_MODE_AUTO,
+    "required": inference_pb2.TOOL_MODE_REQUIRED,
+}
+_MAX_CHOICES = 1024  # the bound in the proto
 Dialect = Literal["chat", "completions"]
 
 MAX_PROMPTS: Final = 128
@@ -48,6 +64,176 @@ _GUIDES: Final = {
 }
 # OpenAI's, where a completion states no max_tokens.
 DEFAULT_COMPLETION_TOKENS: Final = 16
+
+
+def set_tools(generation: inference_pb2.Generation, body: ChatBody) -> Mapping[str, str]:
+    """Write the tools and the choice among them; return the client's names of their fields.
+
+    Raises InvalidInput, UnsupportedFeature.
+    """
+    choice = generation.tool_choice
+    choice.single = body.parallel_tool_calls is False
+    if isinstance(body.tool_choice, ToolSelection):
+        _set_selection(choice, body.tool_choice)
+    elif body.tool_choice is not None:
+        choice.mode = _MODES[body.tool_choice]
+    if not body.tools or choice.mode == inference_pb2.TOOL_MODE_NONE:
+        generation.ClearField("tool_choice")
+        if choice_needs_tools(body):
+            raise InvalidInput(
+                "tool_choice asks for a call, and there are no tools that this server offers; those that a "
+                f"server runs ({', '.join(SEARCHES)}) are left out: send functions, or tool_choice auto",
+                field="tool_choice",
+            )
+        return {}
+    offer(generation.chat, body.tools)
+    if not choice.ByteSize():
+        generation.ClearField("tool_choice")
+    names = {f"chat.tools[{index}].": f"tools[{index}].function." for index in range(len(body.tools))}
+    return {**names, "chat.tools": "tools", "tool_choice.names": "tool_choice"}
+
+
+def choice_needs_tools(body: ChatBody) -> bool:
+    """Whether the choice is one of calls."""
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def offer(chat: inference_pb2.Chat, tools: Sequence[OfferedTool]) -> None:
+    """Write the tools that the template shows. Raises InvalidInput, UnsupportedFeature."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidInput(f"there are {len(tools)} tools; at most {MAX_TOOLS} are taken", field="tools")
+    for index, tool in enumerate(tools):
+        path = f"tools[{index}]"
+        if tool.type != "function":
+            raise UnsupportedFeature(
+                f"{path}.type {tool.type[:64]!r} is not offered by this server: function is",
+                field=f"{path}.type",
+            )
+        if tool.function is None:
+            raise InvalidInput(f"{path}.function is required", field=f"{path}.function")
+        function = tool.function
+        parameters = function.parameters
+        chat.tools.add(
+            name=function.name,
+            description=function.description or "",
+            parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
+            strict=bool(function.strict),
+        )
+
+
+def _set_selection(choice: inference_pb2.ToolChoice, selection: ToolSelection) -> None:
+    if selection.type == "function" and selection.function is not None:
+        choice.mode = inference_pb2.TOOL_MODE_REQUIRED
+        choice.names.append(selection.function.name)
+        choice.single = True  # who names a function expects one call of it
+    elif selection.type == "allowed_tools" and selection.allowed_tools is not None:
+        choice.mode = _MODES[selection.allowed_tools.mode]
+        choice.names.extend(
+            _chosen(tool, f"tool_choice.allowed_tools.tools[{index}]")
+            for index, tool in enumerate(selection.allowed_tools.tools[: MAX_TOOLS + 1])
+        )
+    else:
+        raise UnsupportedFeature(
+            f"tool_choice of the type {selection.type[:64]!r} is not offered by this server: none, auto, "
+            "required, a function by its name, and allowed_tools are",
+            field="tool_choice",
+        )
+
+
+def _chosen(tool: ChosenTool, path: str) -> str:
+    if tool.type != "function" or tool.function is None:
+        raise UnsupportedFeature(f"{path} has to name a function", field=path)
+    return tool.function.name
+
+
+def constraint_of(body: Options) -> common_pb2.Constraint | None:
+    """Return what the output must match; None for any text.
+
+    Raises InvalidInput for two constraints, UnsupportedFeature for a kind that is not offered.
+    """
+    found = {
+        "response_format": _of_format(body.response_format),
+        "guided_json": _schema(body.guided_json, "guided_json"),
+        "guided_regex": _text("regex", body.guided_regex, "guided_regex"),
+        "guided_choice": _choice(body.guided_choice, "guided_choice"),
+        "guided_grammar": _text("grammar", body.guided_grammar, "guided_grammar"),
+        "structured_outputs": _of_structured(body.structured_outputs),
+    }
+    requested = {name: constraint for name, constraint in found.items() if constraint is not None}
+    if len(requested) > 1:
+        first, second, *_ = requested
+        raise InvalidInput(f"{first} and {second} both constrain the output; send one", field=second)
+    return next(iter(requested.values()), None)
+
+
+def _of_format(requested: ResponseFormat | None) -> common_pb2.Constraint | None:
+    if requested is None:
+        return None
+    if requested.type != "json_schema" and requested.json_schema is not None:
+        raise InvalidInput(
+            "response_format.json_schema needs the type json_schema", field="response_format.json_schema"
+        )
+    match requested.type:
+        case "text":
+            return None
+        case "json_object":
+            return common_pb2.Constraint(json_schema=JSON_OBJECT)
+        case "json_schema":
+            if requested.json_schema is None:
+                raise InvalidInput(
+                    "response_format.json_schema is required", field="response_format.json_schema"
+                )
+            if requested.json_schema.schema is None:  # any value
+                return common_pb2.Constraint(json_schema="{}")
+            return _schema(requested.json_schema.schema, "response_format.json_schema.schema")
+    raise UnsupportedFeature(
+        f"response_format.type {requested.type[:64]!r} is not offered by this server: text, json_object and "
+        "json_schema are",
+        field="response_format.type",
+    )
+
+
+def _of_structured(requested: StructuredOutputs | None) -> common_pb2.Constraint | None:
+    if requested is None:
+        return None
+    require_neutral(requested, "structured_outputs.")
+    found = [
+        _schema(requested.json, "structured_outputs.json"),
+        _text("regex", requested.regex, "structured_outputs.regex"),
+        _choice(requested.choice, "structured_outputs.choice"),
+        _text("grammar", requested.grammar, "structured_outputs.grammar"),
+        common_pb2.Constraint(json_schema=JSON_OBJECT) if requested.json_object else None,
+    ]
+    stated = [constraint for constraint in found if constraint is not None]
+    if len(stated) > 1:
+        raise InvalidInput("structured_outputs has more than one constraint", field="structured_outputs")
+    return stated[0] if stated else None
+
+
+def _schema(schema: dict[str, Any] | bool | str | None, field: str) -> common_pb2.Constraint | None:
+    """A schema may come as text, as vLLM takes it."""
+    if schema is None:
+        return None
+    if schema == "":
+        raise InvalidInput(f"{field} is empty", field=field)
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return common_pb2.Constraint(json_schema=text)
+
+
+def _text(kind: Literal["regex", "grammar"], text: str | None, field: str) -> common_pb2.Constraint | None:
+    if text == "":
+        raise InvalidInput(f"{field} is empty", field=field)
+    if text is None:
+        return None
+    return common_pb2.Constraint(regex=text) if kind == "regex" else common_pb2.Constraint(grammar=text)
+
+
+def _choice(texts: list[str] | None, field: str) -> common_pb2.Constraint | None:
+    if texts is None:
+        return None
+    if not 1 <= len(texts) <= _MAX_CHOICES:
+        raise InvalidInput(f"{field} must have 1 to {_MAX_CHOICES} texts", field=field)
+    return common_pb2.Constraint(choice=common_pb2.Choices(texts=texts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from services.core.records import KeyRole
 from services.gateway.batches.service import BatchService
 from services.gateway.events import Received
 from services.gateway.faces.batches.routes import BatchesFace
-from services.gateway.faces.description.routes import with_description
+from services.gateway.faces.description.document import with_description
 from services.gateway.faces.messages.routes import MessagesCalls, MessagesFace
 from services.gateway.faces.openai.answers import (
     ChatCompletion,
@@ -35,7 +35,6 @@ from services.gateway.faces.openai.answers import (
     ModelList,
     TextCompletion,
 )
-from services.gateway.faces.openai.endpoint import JSON, STREAM_HEADERS, Access, ApiEndpoint, Exchange
 from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
 from services.gateway.faces.openai.event_stream import (
@@ -45,9 +44,14 @@ from services.gateway.faces.openai.event_stream import (
     degraded_header,
 )
 from services.gateway.faces.openai.exchange import (
+    JSON,
     REQUEST_HEADERS,
+    STREAM_HEADERS,
+    Access,
+    ApiEndpoint,
     BodyReader,
     ClientDisconnected,
+    Exchange,
     Headers,
     HttpLimits,
     Receive,
@@ -56,6 +60,7 @@ from services.gateway.faces.openai.exchange import (
     Send,
     mark_authenticated,
     offered_by,
+    rate_headers,
     read_body,
     unless_disconnected,
 )
@@ -68,15 +73,13 @@ from services.gateway.faces.predict.routes import PredictFace
 from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
-from services.gateway.faces.transport.loop_turns import LoopTurns
 from services.gateway.faces.transport.middleware import SpelledPath, cross_origin, model_of
-from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 from services.runtime.process.product import product_version
-from services.runtime.process.tenant_loop import run_as
+from services.runtime.process.tenant_loop import LoopTurns, run_as
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode

@@ -12,10 +12,17 @@ from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.gateway.catalog import Route
-from services.gateway.faces.openai.chat.tools import offer
-from services.gateway.faces.openai.endpoint import JSON, Access, ApiEndpoint, Exchange
-from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
-from services.gateway.faces.openai.requests import set_chat
+from services.gateway.faces.openai.exchange import (
+    JSON,
+    Access,
+    ApiEndpoint,
+    BodyReader,
+    Exchange,
+    HttpLimits,
+    read_body,
+    unless_disconnected,
+)
+from services.gateway.faces.openai.requests import offer, set_chat
 from services.gateway.faces.openai.types import ChatTurn, OfferedTool, UInt32, Unserved, parse_body
 
 _encode: Final = msgspec.json.Encoder().encode

@@ -13,8 +13,7 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
 from services.gateway.events import Received, never
-from services.gateway.faces.openai.answers import whole_answer
-from services.gateway.faces.openai.completions.logprobs import Steps
+from services.gateway.faces.openai.answers import Steps, whole_answer
 from services.gateway.faces.openai.event_stream import PROMPTS_AT_ONCE, original
 from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.openai.requests import ApiRequest

@@ -10,21 +10,32 @@ import msgspec
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, InvalidInput
-from services.gateway.faces.openai.endpoint import (
+from services.gateway.faces.openai.errors import public_message
+from services.gateway.faces.openai.exchange import (
     BYTES,
     JSON,
     Access,
     ApiEndpoint,
+    BodyReader,
     Exchange,
     Handler,
+    HttpLimits,
+    rate_headers,
+    read_body,
+    unless_disconnected,
 )
-from services.gateway.faces.openai.errors import public_message
-from services.gateway.faces.openai.exchange import BodyReader, HttpLimits, read_body, unless_disconnected
-from services.gateway.faces.openai.row_answers import replay_headers
-from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
-from services.gateway.faces.predict.metadata import EXTENSIONS, NAME, VERSION, metadata_of, require_ready
+from services.gateway.faces.openai.rows import replay_headers
+from services.gateway.faces.predict.codecs import (
+    EXTENSIONS,
+    NAME,
+    VERSION,
+    InferCall,
+    infer_answer,
+    infer_call,
+    metadata_of,
+    require_ready,
+)
 from services.gateway.faces.transport.middleware import model_of
-from services.gateway.faces.transport.rate_headers import rate_headers
 from services.gateway.rows.calls import RowsCalls
 
 _encode: Final = msgspec.json.Encoder().encode

@@ -12,8 +12,15 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, first_failure
 from services.core.generation import Principal
 from services.gateway.events import Received
-from services.gateway.faces.predict.grpc_codec import infer_request, infer_response
-from services.gateway.faces.predict.metadata import EXTENSIONS, NAME, VERSION, metadata_of, require_ready
+from services.gateway.faces.predict.codecs import (
+    EXTENSIONS,
+    NAME,
+    VERSION,
+    infer_request,
+    infer_response,
+    metadata_of,
+    require_ready,
+)
 from services.gateway.rows.calls import RowsCalls
 from services.rpc import bounds
 from services.rpc.bounded_writes import BoundedWrites

@@ -16,7 +16,7 @@ from services.core.generation import FinishReason
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.openai.errors import public_message
 from services.gateway.faces.openai.event_stream import original
-from services.gateway.faces.responses.tools import (
+from services.gateway.faces.responses.requests import (
     ClientTool,
     client_tools,
     function_name,

@@ -2,45 +2,53 @@
 
 A route authenticates, limits, runs and numbers a request as it does over HTTP. This module bounds the
 connection: requests at once, the time without one, and what happens when the server stops.
+
+Who may open one: a caller with a key; a web page only from the origins in the setting. Browsers set no
+headers here, so a page offers its key as a subprotocol in addition to the protocol's own.
+
+Messages are JSON texts. Those of a request have the id that its client gave it. A request has the path, the
+headers and the body that it has over HTTP. Its answer is whole, ``answer``, or a stream: ``started``, an
+``event`` per server-sent event with the same data and the same id, and ``end``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from fairway.task_group import TaskGroup
-from services.core.errors import Draining, FairwayError, InvalidInput
+from services.core.errors import Draining, FairwayError, InvalidInput, PermissionDenied
 from services.core.generation import Principal
-from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
+from services.gateway.faces.openai.errors import Header, HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.exchange import (
     REQUEST_HEADERS,
     BodyReader,
+    Headers,
     HttpLimits,
     Receive,
     Reply,
     Scope,
     Send,
+    WriteLimit,
 )
-from services.gateway.faces.sockets.exchange import Route, SocketExchange
-from services.gateway.faces.sockets.handshake import Opening, opening_of
-from services.gateway.faces.sockets.messages import (
-    SocketCancel,
-    SocketRequest,
-    answer_message,
-    error_message,
-    socket_message,
-    unknown_path,
-)
+from services.gateway.faces.openai.types import check_json_cost
 from services.gateway.faces.sockets.protocol import EXTENSION, SocketConnection
-from services.gateway.faces.transport.write_limit import WriteLimit
 from services.runtime.process.tenant_loop import run_as
 
+MAX_HEADER_BYTES: Final = 32 * 1024
+_ID: Final = re.compile(r"[\x21-\x7e]{1,64}")
+_encode: Final = msgspec.json.Encoder().encode
+Route = Callable[[Scope, Receive, Send], Awaitable[None]]
+FACE: Final = "websocket"
+SUBPROTOCOL: Final = "fairway.v1"
+KEY_PREFIX: Final = "fairway.key."
 log = structlog.get_logger()
 
 PATH: Final = "/v1/stream"
@@ -54,6 +62,221 @@ _RETRY_S: Final = 1.0
 # The socket decides these for all its requests.
 _OWN_HEADERS: Final = ("authorization", "x-api-key", "content-encoding")
 ALLOWED_HEADERS: Final = frozenset(REQUEST_HEADERS) - frozenset(_OWN_HEADERS)
+
+
+class SocketRequest(msgspec.Struct, tag="request", forbid_unknown_fields=True):
+    """``headers`` are those of the HTTP request by lower-case name, except its credentials."""
+
+    id: str
+    path: str
+    body: msgspec.Raw
+    headers: dict[str, str] = {}
+
+    def pairs(self, allowed: Collection[str]) -> list[Header]:
+        """Return the headers. Raises InvalidInput."""
+        pairs: list[Header] = []
+        for name, value in self.headers.items():
+            if name not in allowed:
+                raise InvalidInput("headers: one of them is not offered here", field="headers")
+            if not value.isascii() or not value.isprintable():
+                raise InvalidInput(f"headers.{name} must be visible ASCII", field=f"headers.{name}")
+            pairs.append((name.encode(), value.encode()))
+        if sum(len(name) + len(value) for name, value in pairs) > MAX_HEADER_BYTES:
+            raise InvalidInput(f"headers have more than {MAX_HEADER_BYTES} bytes", field="headers")
+        return pairs
+
+
+class SocketCancel(msgspec.Struct, tag="cancel", forbid_unknown_fields=True):
+    """Ends the request of this id, if there is one. One with an idempotency key is withdrawn."""
+
+    id: str
+
+
+_decode: Final[Callable[[bytes], SocketRequest | SocketCancel]] = msgspec.json.Decoder(
+    SocketRequest | SocketCancel
+).decode
+
+
+def socket_message(data: bytes) -> SocketRequest | SocketCancel:
+    """Return a client's message. Raises InvalidInput."""
+    check_json_cost(data)
+    try:
+        message = _decode(data)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"the message is not of this protocol: {error}"[:200]) from None
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidInput("the message is not valid JSON") from None
+    if not _ID.fullmatch(message.id):
+        raise InvalidInput("id must be 1 to 64 visible ASCII characters", field="id")
+    return message
+
+
+def started_message(name: str, headers: Iterable[Header]) -> bytes:
+    return b'{"type":"started","id":%b,"headers":%b}' % (_encode(name), _headers(headers))
+
+
+def event_messages(name: str, frames: bytes) -> Iterator[bytes]:
+    """Yield a message for each of these whole server-sent events. Comments are left out."""
+    for frame in frames.split(b"\n\n"):
+        fields = dict(line.partition(b": ")[::2] for line in frame.split(b"\n") if line)
+        data = fields.get(b"data")
+        if data is None:
+            continue
+        head = b'{"type":"event","id":' + _encode(name)
+        for field, shown in ((b"id", b"event_id"), (b"event", b"event")):
+            if field in fields:
+                head += b',"%b":"%b"' % (shown, fields[field])
+        yield b'%b,"data":%b}' % (head, data if data.startswith(b"{") else _encode(data.decode()))
+
+
+def answer_message(name: str, status: int, headers: Iterable[Header], body: bytes) -> bytes:
+    parts = (_encode(name), status, _headers(headers), body)
+    return b'{"type":"answer","id":%b,"status":%d,"headers":%b,"data":%b}' % parts
+
+
+def end_message(name: str, *, complete: bool) -> bytes:
+    """``complete``: whether the stream has all its events. Otherwise the request was cancelled or cut."""
+    return b'{"type":"end","id":%b,"complete":%b}' % (_encode(name), b"true" if complete else b"false")
+
+
+def error_message(error: FairwayError) -> bytes:
+    """Return the last message before a close for a fault of the client."""
+    return b'{"type":"error",' + error_body(error)[1:]
+
+
+def unknown_path(paths: Collection[str]) -> HttpProblem:
+    return HttpProblem(404, "there is nothing at this path for a WebSocket; use " + ", ".join(sorted(paths)))
+
+
+_FRAMING: Final = (b"content-type", b"content-length", b"cache-control", b"x-accel-buffering", b"connection")
+
+
+def _headers(headers: Iterable[Header]) -> bytes:
+    return _encode({key.decode(): value.decode("latin-1") for key, value in headers if key not in _FRAMING})
+
+
+class SocketExchange:
+    """Runs once. ``put`` sends a message and returns when the connection accepts more."""
+
+    def __init__(
+        self,
+        name: str,
+        body: bytes,
+        put: Callable[[bytes], Awaitable[None]],
+        *,
+        over: Callable[[], None],
+        cut: Callable[[], None],
+        accepted: Callable[[], int],
+    ) -> None:
+        """``over`` is called before the last message: the client may use its id again when it has that.
+
+        ``cut`` aborts the connection: the client does not read. ``accepted``: the bytes that it has accepted.
+        """
+        self._name = name
+        self._over = over
+        self._body: bytes | None = body
+        self._put = put
+        self._cut = cut
+        self._accepted = accepted
+        self._left = asyncio.Event()
+        self._withdrawn = False
+        self._is_stream = False
+        self._ended = False
+        self._status = 0
+        self._headers: list[Header] = []
+        self._parts: list[bytes] = []
+
+    async def run(self, route: Route, socket: Scope, path: str, headers: list[Header]) -> None:
+        """Answer the request by the route; return once its last message is sent.
+
+        ``headers`` include the credentials. ``socket``: the scope of the connection.
+        """
+        offered: Mapping[str, Any] = {
+            "cut": self._cut,
+            "accepted": self._accepted,
+            "withdrawn": lambda: self._withdrawn,
+            "face": FACE,
+        }
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": headers,
+            "client": socket.get("client"),
+            "extensions": {"fairway.connection": offered},
+        }
+        await route(scope, self._receive, self._send)
+        if not self._ended:
+            self._over()
+            await self._put(end_message(self._name, complete=False))
+
+    def leave(self, *, withdraw: bool) -> None:
+        """End the request as a client does that disconnects.
+
+        ``withdraw``: one with an idempotency key ends too, unless others follow it.
+        """
+        self._withdrawn = self._withdrawn or withdraw
+        self._left.set()
+
+    async def _receive(self) -> Mapping[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._status, self._headers = message["status"], message["headers"]
+            self._is_stream = dict(self._headers)[b"content-type"].startswith(b"text/event-stream")
+            if self._is_stream:
+                await self._put(started_message(self._name, self._headers))
+            return
+        body: bytes = message["body"]
+        last = not message["more_body"]
+        self._ended = last
+        if last:
+            self._over()
+        if self._is_stream:
+            for event in event_messages(self._name, body):
+                await self._put(event)
+            if last:
+                await self._put(end_message(self._name, complete=True))
+            return
+        self._parts.append(body)
+        if last:
+            await self._put(answer_message(self._name, self._status, self._headers, b"".join(self._parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """``subprotocol`` is what the answer selects; None: the client offered none."""
+
+    credentials: str | None
+    subprotocol: str | None
+
+    @property
+    def header(self) -> list[Header]:
+        """The credentials as each request of the socket carries them."""
+        return [] if self.credentials is None else [(b"authorization", self.credentials.encode("latin-1"))]
+
+
+def opening_of(scope: Scope, origins: Sequence[str]) -> Opening:
+    """Return what the client presented. Raises HttpProblem, PermissionDenied."""
+    headers = Headers(scope)
+    origin = headers.one(b"origin")
+    if origin is not None and "*" not in origins and origin.decode("latin-1") not in origins:
+        raise PermissionDenied("web pages of this origin may not connect; the operator permits origins")
+    offered: Sequence[str] = scope["subprotocols"]
+    if offered and SUBPROTOCOL not in offered:
+        raise HttpProblem(400, f"of the subprotocols, {SUBPROTOCOL} is the protocol's; offer it too")
+    keys = [each.removeprefix(KEY_PREFIX) for each in offered if each.startswith(KEY_PREFIX)]
+    credentials = headers.credentials()
+    if len(keys) + (credentials is not None) > 1:
+        raise HttpProblem(400, "the API key is there more than once")
+    return Opening(f"Bearer {keys[0]}" if keys else credentials, SUBPROTOCOL if offered else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.events import Accepted, Event, Finished, Received, Tokens, never
 from services.gateway.faces.openai.event_stream import CACHE_HIT, REPLAYED, degraded_header
-from services.gateway.faces.openai.exchange import Reply
-from services.gateway.faces.transport.rate_headers import rate_headers
+from services.gateway.faces.openai.exchange import Reply, rate_headers
 
 
 class GenerationStreams(Protocol):

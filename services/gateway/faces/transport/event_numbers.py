@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 
 from services.gateway.events import Delivered, request_tag
-from services.gateway.faces.openai.endpoint import Exchange
 from services.gateway.faces.openai.event_ids import EventSeal, answer_seal, without_stream
+from services.gateway.faces.openai.exchange import Exchange
 from services.gateway.idempotency.followers import broken
 
 

@@ -16,7 +16,7 @@ from services.core import errors
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchExecution
-from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.ports import BatchPorts, BatchTimes
 from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost

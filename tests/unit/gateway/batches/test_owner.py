@@ -16,7 +16,7 @@ from services.adapters.memory.store import MemoryStore
 from services.core.errors import NoWorkerAvailable, StoreUnavailable
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant, dump
-from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
 from services.gateway.batches.ports import BatchPorts, BatchTimes
 from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key

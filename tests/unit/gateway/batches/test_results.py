@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.errors import IntegrityError
-from services.gateway.batches.records import BatchRecord, FilePart
-from services.gateway.batches.results import (
+from services.gateway.batches.lines import (
     LineResult,
     OpenFile,
     ResultWindow,
@@ -19,6 +18,7 @@ from services.gateway.batches.results import (
     early_bytes,
     early_results,
 )
+from services.gateway.batches.records import BatchRecord, FilePart
 
 RECORD = BatchRecord("batch_1", "acme", "k", "/v1/completions", "file-1", "file-2", "file-3", "24h", 1.0, 2.0)
 

@@ -15,13 +15,12 @@ import pytest
 
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
-from services.gateway.faces.messages.errors import messages_error
-from services.gateway.faces.messages.requests import messages_request
+from services.gateway.faces.messages.routes import messages_error, messages_request
 from services.gateway.faces.openai.errors import error_body
 from services.gateway.faces.openai.requests import chat_request
 from services.gateway.faces.responses.conversations import stored_items
-from services.gateway.faces.responses.errors import responses_error
 from services.gateway.faces.responses.requests import responses_body, responses_request
+from services.gateway.faces.responses.routes import responses_error
 from services.gateway.requests.tool_use import check_tools
 from services.rpc import bounds
 

@@ -14,8 +14,7 @@ from services.core.generation import Constraint, ConstraintKind
 from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
 from services.core.outputs.forms import OutputForm
 from services.core.outputs.tools import Tool
-from services.gateway.outputs.forms import MarkToken, mark_tokens
-from services.gateway.outputs.grammar import CallRules, call_grammar, reasoned_grammar
+from services.gateway.outputs.forms import CallRules, MarkToken, call_grammar, mark_tokens, reasoned_grammar
 
 CHECKPOINT = Path(__file__).parents[4] / "models/tiny/checkpoint/tokenizer.json"
 SCHEMA = {

@@ -10,7 +10,7 @@ import pytest
 
 from services.core.generation import Principal, StageClock, Usage
 from services.core.records import KeyRole
-from services.gateway.batches.output_lines import LineAnswer
+from services.gateway.batches.lines import LineAnswer
 from services.gateway.events import Received
 from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader

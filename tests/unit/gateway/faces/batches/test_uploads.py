@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.errors import FairwayError, InvalidInput
-from services.gateway.faces.batches.uploads import FORM_BYTES, Form, read_form
+from services.gateway.faces.batches.routes import FORM_BYTES, Form, read_form
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import ClientDisconnected, Headers
 

@@ -10,8 +10,7 @@ import pytest
 
 from services.core.errors import UnsupportedFeature
 from services.gateway.faces.description.document import NOT_OFFERED, document_of, path_of
-from services.gateway.faces.openai.endpoint import Access
-from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
+from services.gateway.faces.openai.exchange import REQUEST_HEADERS, Access, BodyReader, HttpLimits
 from services.gateway.faces.openai.requests import chat_request, completion_request
 from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.openai.types import HINTS

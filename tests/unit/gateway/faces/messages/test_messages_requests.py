@@ -17,8 +17,7 @@ from services.core.errors import (
     ThreadNotFound,
     Unavailable,
 )
-from services.gateway.faces.messages.errors import messages_error
-from services.gateway.faces.messages.requests import count_request, messages_request
+from services.gateway.faces.messages.routes import count_request, messages_error, messages_request
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 

@@ -16,15 +16,15 @@ from fairway.v1 import inference_pb2
 from services.core import errors
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
-from services.gateway.faces.messages.errors import messages_error
+from services.gateway.faces.messages.routes import messages_error
+from services.gateway.faces.openai import answers as lists
 from services.gateway.faces.openai.answers import (
     AnswerHead,
     Frames,
     chat_logprobs,
+    completion_logprobs,
     whole_answer,
 )
-from services.gateway.faces.openai.completions import logprobs as lists
-from services.gateway.faces.openai.completions.logprobs import completion_logprobs
 from services.gateway.faces.openai.errors import HttpProblem, error_body, error_headers, status_of
 from services.gateway.faces.openai.requests import ApiRequest
 from services.gateway.requests.streaming import Completion

@@ -10,7 +10,7 @@ import pytest
 
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.openai.row_requests import classify_request
+from services.gateway.faces.openai.rows import classify_request
 from services.rpc import bounds
 
 LARGEST = 4 * 1024 * 1024

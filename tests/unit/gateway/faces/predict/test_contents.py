@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.gateway.faces.predict.contents import DTYPES, bytes_of, elements_of, flat
+from services.gateway.faces.predict.codecs import DTYPES, bytes_of, elements_of, flat
 
 
 @pytest.mark.parametrize("datatype", sorted(DTYPES))

@@ -9,7 +9,7 @@ import pytest
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor
 from services.core.generation import StageClock, Usage
-from services.gateway.faces.predict.http_codec import InferCall, infer_answer, infer_call
+from services.gateway.faces.predict.codecs import InferCall, infer_answer, infer_call
 from services.gateway.rows.service import Inferred
 from services.gateway.rows.work import RowsAnswer
 

@@ -13,8 +13,8 @@ from fairway.v1 import inference_pb2 as pb
 from services.core.errors import FairwayError
 from services.gateway.faces.openai.errors import error_body
 from services.gateway.faces.responses.conversations import stored_items
-from services.gateway.faces.responses.errors import responses_error
 from services.gateway.faces.responses.requests import ResponsesRequest, responses_body, responses_request
+from services.gateway.faces.responses.routes import responses_error
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'}

@@ -13,7 +13,7 @@ from fairway.formats.answers import CallDelta, ContentText, OutputPart, Reasonin
 from services.core.errors import InvalidInput, NoWorkerAvailable, StreamBroken
 from services.core.generation import FinishReason, StageClock, Usage
 from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens, request_tag
-from services.gateway.faces.messages.answers import MessageFrames
+from services.gateway.faces.messages.routes import MessageFrames
 from services.gateway.faces.openai.event_ids import answer_seal
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames
 from services.gateway.faces.responses.requests import responses_body, responses_request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import InvalidInput
-from services.gateway.faces.responses.queries import ItemsQuery
+from services.gateway.faces.responses.routes import ItemsQuery
 from services.gateway.faces.transport.queries import page_of, read_query
 
 
