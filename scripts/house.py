@@ -34,7 +34,6 @@ CARRIED: Final = frozenset({"sampling", "limits", "max_output_tokens", "max_toke
 # What runs a request to its one end: it admits, places, runs and settles.
 REQUEST_RUNS: Final = (
     "services/gateway/requests/request.py:Request",  # sequences, stored answers and rows
-    "services/gateway/idempotency/run.py:KeyedRun",  # claims a record, and settles the request with its end
 )
 # What decides which tenant is next, each with an order of its own.
 FAIR_ORDERS: Final = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -113,7 +112,10 @@ class GatewayService:
         # A client with a window of its own may not take a whole answer at once, as the cache would send it.
         cache = generation.cache and client_window is None
         terms = RunTerms(received, timeout_s, client_window, cache)
-        request, _ = self.start(principal, generation, sink, terms)
+        request, admit = self.prepared(principal, generation, sink, terms)
+        task = self._ports.supervisor.spawn(f"request {request.request_id}", request.deliver(admit, sink))
+        leave = self.enter(principal.tenant_id, request)
+        task.add_done_callback(lambda _: leave())
         return request
 
     def stream(
@@ -268,20 +270,12 @@ class GatewayService:
                 self._ports.telemetry.full(tenant_id, model)
             raise refusal
 
-    def start(
+    def prepared(
         self, principal: Principal, generation: inference_pb2.Generation, sink: RequestSink, terms: RunTerms
-    ) -> tuple[Request, asyncio.Task[None]]:
-        """Start a request that is accepted: its handle, and the task that ends after its terminal event."""
+    ) -> tuple[Request, Admit]:
+        """Return a request that is accepted, and its admission."""
         request = Request(terms, self._ports)
-        admit = partial(self._admit, principal, generation, request, sink)
-        return request, self.spawn(principal.tenant_id, request, admit, sink)
-
-    def spawn(self, tenant_id: str, request: Request, admit: Admit, sink: RequestSink) -> asyncio.Task[None]:
-        """Run a request that is accepted, of any kind; the task ends after its terminal event."""
-        task = self._ports.supervisor.spawn(f"request {request.request_id}", request.deliver(admit, sink))
-        leave = self.enter(tenant_id, request)
-        task.add_done_callback(lambda _: leave())
-        return task
+        return request, partial(self._admit, principal, generation, request, sink)
 
     def enter(self, tenant_id: str, request: Request) -> Callable[[], None]:
         """Count a request as running until the returned function is called, once."""

@@ -37,7 +37,7 @@ from services.core.outputs.forms import OutputForm
 from services.core.records import ApiKey, Degrade, KeyRole, Meta, Tenant
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Accepted, Finished, Received, Tokens
-from services.gateway.idempotency.runs import KeyedRuns
+from services.gateway.idempotency.records import KeyedRecords
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
@@ -316,8 +316,8 @@ class Gateway:
         return answer
 
     @property
-    def keyed(self) -> KeyedRuns:
-        return self.service.runs
+    def keyed(self) -> KeyedRecords:
+        return self.service.records
 
     def counted(self, name: str, **labels: str) -> float:
         """Return a metric of this gateway, summed over the labels that are not named."""

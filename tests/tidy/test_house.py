@@ -37,7 +37,7 @@ CAPS = {
     "double_names": 8,  # 10
     "hand_copies": 270,  # 150
     "request_shapes": 12,  # 12
-    "request_runs": 2,  # 1
+    "request_runs": 1,  # 1
     "limiters": 3,  # 2
     "fair_orders": 7,  # 4
     "lonely_protocols": 5,  # 0

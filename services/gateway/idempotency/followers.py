@@ -225,6 +225,11 @@ class FollowerBroadcast:
     def __len__(self) -> int:
         return len(self._followers)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the request has its end here."""
+        return self._end is not None
+
     def join(
         self, sink: RequestSink, client_window: int | None, delivered: Delivered | None, *, first: bool
     ) -> RecordFollower:

@@ -1,15 +1,17 @@
-"""This gateway's ownership of one record: the request's output, written behind its run, and its end."""
+"""This gateway's ownership of one record: the sink and the settlement of the request that runs for it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
 from services.core.errors import FairwayError, StoreUnavailable
-from services.core.generation import TokenLogprobs
+from services.core.generation import NO_USAGE, TokenLogprobs, Usage
 from services.core.usage import RequestUsage
 from services.gateway.events import Accepted, Finished
 from services.gateway.idempotency.followers import too_large
@@ -21,22 +23,43 @@ from services.gateway.idempotency.record_codec import (
     failure_in,
 )
 from services.gateway.idempotency.record_log import Piece, Place, outputs
-from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.types import EarlierRun, Ending, KeyedPorts
+from services.gateway.idempotency.record_reader import EarlierRun, RecordReader
+from services.gateway.idempotency.telemetry import EndingOutcome
+from services.gateway.idempotency.types import KeyedPorts
 from services.gateway.policy.retry import ends_record
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import Admit, Request
+from services.gateway.requests.terms import Charge
 from services.ports.idempotency import Addition, Hold, Written
 from services.ports.limiter import Reservation
+
+log = structlog.get_logger()
 
 # How long one sign of a follower at another gateway counts.
 WATCHED_S: Final = 2.0
 
 
-class RecordOwnership:
-    """The sink and the settlement of the request while it runs here. The flusher writes its output; the run
-    of the key ends it.
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The last write to a record. ``ended``: it is final; otherwise another run may continue from there."""
 
-    ``fenced``: another gateway owns the record, and this gateway's results no longer count.
+    hold: Hold
+    chunk: bytes
+    # The slot and the usage of a request that was admitted.
+    reservation: Reservation | None
+    event: RequestUsage | None
+    ended: bool
+
+    @property
+    def usage(self) -> Usage:
+        """The usage that is settled."""
+        return self.event.usage if self.event is not None else NO_USAGE
+
+
+class RecordOwnership:
+    """What wraps the request while it runs here: its sink, which the flusher writes, and its settlement.
+
+    ``fenced``: another gateway owns the record, and this gateway's results no longer count. ``pending_end``:
+    the end that the store has not accepted yet.
     """
 
     def __init__(
@@ -45,14 +68,13 @@ class RecordOwnership:
         """``stop_retaining`` is called when the record stops retaining the output."""
         self.hold = hold
         self.fenced = False
+        self.pending_end: Ending | None = None
         self.watched_until_s = 0.0
         self.request: Request | None = None
         self._ports = ports
         self._reader = reader
         self._broadcast = reader.broadcast
         self._stop_retaining = stop_retaining
-        self._outcome: Finished | FairwayError | None = None
-        self._settled: tuple[Reservation, RequestUsage] | None = None
         self._written_s = ports.clock.monotonic_s()
         self._open = True
         self._quiet = asyncio.Event()
@@ -61,10 +83,13 @@ class RecordOwnership:
         self._credited: dict[int, int] = {}
         self._accepted = False  # whether this run recorded the acceptance
 
-    def start(self, request: Request, chars: Sequence[int]) -> None:
-        """The request runs; each choice continues after that many characters."""
+    def start(self, request: Request, earlier: EarlierRun | None) -> None:
+        """The request runs; each choice continues after its output of the earlier run."""
         self.request = request
-        self._chars = dict(enumerate(chars))
+        if earlier is not None:
+            self._chars = {choice: found.chars for choice, found in enumerate(earlier.produced)}
+
+    # --- Settlement --------------------------------------------------------------------------------
 
     async def accept(self, terms: AcceptedTerms) -> None:
         """Record the acceptance, or that of an earlier run, then send it to the clients.
@@ -87,6 +112,24 @@ class RecordOwnership:
         self._accepted = True
         self._reader.resumes += 0 if fresh else 1
         self._broadcast.accept(terms, fresh=fresh)
+
+    async def finish(self, end: Finished | FairwayError, charge: Charge | None) -> Finished | FairwayError:
+        """Write the record's end and the settlement in one step, unless another gateway owns the record.
+
+        Returns the end, with the resumes of earlier runs.
+        """
+        await self.close()
+        if isinstance(end, Finished):
+            end = replace(end, resumes=end.resumes + self._reader.resumes)
+        if not self.fenced:
+            ended = isinstance(end, Finished) or (self._broadcast.terms is not None and ends_record(end))
+            chunk = self._last_chunk(end, ended=ended)
+            reservation, event = charge or (None, None)
+            await self._write(Ending(self.hold, chunk, reservation, event, ended))
+        if self.fenced:
+            log.info("idempotency.fenced", record=self.hold.key.digest[:12])
+            self._ports.telemetry.ending(EndingOutcome.FENCED)
+        return end
 
     # --- the record, written behind the run --------------------------------------------------------
 
@@ -127,18 +170,22 @@ class RecordOwnership:
         self._open = False
         await self._quiet.wait()
 
-    # --- the end -----------------------------------------------------------------------------------
-
-    def ending(self) -> tuple[Finished | FairwayError, Ending]:
-        """Return the request's result, including the resumes of earlier runs, and the last write."""
-        outcome = self._outcome
-        assert outcome is not None, "a request ended without a terminal event"
-        if isinstance(outcome, Finished):
-            outcome = replace(outcome, resumes=outcome.resumes + self._reader.resumes)
-        ended = isinstance(outcome, Finished) or (self._broadcast.terms is not None and ends_record(outcome))
-        reservation, event = self._settled or (None, None)
-        chunk = self._last_chunk(outcome, ended=ended)
-        return outcome, Ending(self.hold, chunk, reservation, event, ended)
+    async def _write(self, ending: Ending) -> None:
+        """End or release the record, and settle the request with it."""
+        found = EndingOutcome.WRITTEN
+        try:
+            self.fenced = await write_ending(self._ports, ending) is Written.FENCED
+        except StoreUnavailable as error:
+            log.warning("idempotency.end_deferred", record=self.hold.key.digest[:12], reason=error.reason)
+            self.pending_end, found = ending, EndingOutcome.DEFERRED
+            if ending.reservation is not None:  # its usage outlives this process, as any other request's does
+                # Spooled: the record may be continued elsewhere, which must find these charges.
+                await self._ports.limiter.settle(ending.reservation, ending.usage, spooled=True)
+        if self.fenced:
+            return
+        self._ports.telemetry.ending(found)
+        if ending.event is not None:  # the usage counts here: in the record, or settled apart from it
+            self._ports.report_usage(ending.event)
 
     def _last_chunk(self, outcome: Finished | FairwayError, *, ended: bool) -> bytes:
         if self._broadcast.terms is None:
@@ -167,14 +214,12 @@ class RecordOwnership:
         self.credit(choice)
 
     def on_finished(self, finished: Finished) -> None:
-        self._outcome = finished
+        if not self.fenced:
+            self._broadcast.finished(finished)
 
     def on_failed(self, error: FairwayError) -> None:
-        self._outcome = error
-
-    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
-        """Retain the settlement: it is written with the record's end, and reported once that counts."""
-        self._settled = (reservation, event)
+        if not self.fenced:
+            self._broadcast.failed(error)
 
     def credit(self, choice: int) -> None:
         """Grant the worker as much more credit as the followers' progress permits."""
@@ -184,8 +229,8 @@ class RecordOwnership:
             self.request.credit(choice, taken - credited)
 
 
-# It starts a record's request from what an earlier run left; the ownership is its sink and its settlement.
-Launch = Callable[[RecordOwnership, EarlierRun | None], tuple[Request, asyncio.Task[None]]]
+# It returns a record's request, from what an earlier run left, whose sink and settlement the ownership is.
+Launch = Callable[[RecordOwnership, EarlierRun | None], tuple[Request, Admit]]
 
 
 async def write_ending(ports: KeyedPorts, ending: Ending) -> Written:

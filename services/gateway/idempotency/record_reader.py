@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from services.core.errors import FairwayError, IntegrityError, StoreUnavailable
@@ -19,13 +20,21 @@ from services.gateway.idempotency.record_codec import (
     logprobs_out,
 )
 from services.gateway.idempotency.record_log import START, Piece, Place
-from services.gateway.idempotency.types import EarlierRun, KeyedPorts
+from services.gateway.idempotency.types import KeyedPorts
 from services.gateway.requests.terms import Produced
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordState
 from services.rpc.status import by_reason
 
 # How long a follower waits for an unavailable store.
 FOLLOW_PATIENCE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """The result of an earlier run in the record: its acceptance, and its tokens by choice."""
+
+    terms: AcceptedTerms
+    produced: tuple[Produced, ...]
 
 
 class RecordReader:

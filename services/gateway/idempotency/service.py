@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 from copy import deepcopy
 from functools import partial
@@ -17,9 +16,10 @@ from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import degraded_out
-from services.gateway.idempotency.runs import KeyedRuns
-from services.gateway.idempotency.types import EarlierRun, KeyedPorts
-from services.gateway.requests.request import Request
+from services.gateway.idempotency.record_reader import EarlierRun
+from services.gateway.idempotency.records import KeyedRecords
+from services.gateway.idempotency.types import KeyedPorts
+from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import Resume, RunTerms
 from services.gateway.requests.validate import Validator
 from services.gateway.service import GatewayService
@@ -47,7 +47,7 @@ class IdempotentService(GatewayService):
         super().__init__(validator=validator, identity=identity, catalog=catalog, ports=ports, limits=limits)
         self._identity = identity
         self.names_secret = keyed.names_secret
-        self.runs = KeyedRuns(keyed, ports.supervisor, self.capacity)
+        self.records = KeyedRecords(keyed, ports.supervisor, self.capacity, self.enter)
 
     def submit(
         self,
@@ -77,7 +77,7 @@ class IdempotentService(GatewayService):
         bounds.check(generation)
         self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
-        return self.runs.attach(
+        return self.records.attach(
             record_key(self.names_secret, tenant_id, generation.idempotency_key, received),
             fingerprint(self.names_secret, tenant_id, generation, received),
             sink,
@@ -89,20 +89,20 @@ class IdempotentService(GatewayService):
 
     async def flush_forever(self) -> None:
         """Write the records of requests with keys behind their runs; a task of the process."""
-        await self.runs.flush_forever()
+        await self.records.flush_forever()
 
     @property
     def busy(self) -> bool:
-        return super().busy or self.runs.busy > 0
+        return super().busy or self.records.busy > 0
 
     def cancel_all(self, error: FairwayError) -> int:
         """Requests with a key are released: another gateway continues them on the client's retry."""
         cut = super().cancel_all(error)
-        self.runs.stop(error)
+        self.records.stop(error)
         return cut
 
     async def flush(self) -> None:
-        await self.runs.write_endings()
+        await self.records.write_endings()
         await super().flush()
 
     def _launch(
@@ -112,8 +112,8 @@ class IdempotentService(GatewayService):
         received: Received,
         ownership: RecordOwnership,
         earlier: EarlierRun | None,
-    ) -> tuple[Request, asyncio.Task[None]]:
-        """Start or resume a request. Its clients have deadlines; the request has the server's.
+    ) -> tuple[Request, Admit]:
+        """Return the request, or what resumes it. Its clients have deadlines; the request has the server's.
 
         A resumed request keeps its terms, including those of a first run under pressure. Without output the
         deployment's present version runs it: its own may be gone.
@@ -143,7 +143,7 @@ class IdempotentService(GatewayService):
             resume = Resume(version, earlier.produced, degraded, form, replaceable=not begun)
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
         terms = RunTerms(received, longest_s, resume=resume, settlement=ownership)
-        return self.start(principal, generation, ownership, terms)
+        return self.prepared(principal, generation, ownership, terms)
 
 
 def record_key(secret: bytes, tenant_id: str, idempotency_key: str, received: Received) -> RecordKey:

@@ -1,18 +1,15 @@
-"""Types that the parts of the idempotency service exchange."""
+"""What requests with idempotency keys act through, and their bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.core.generation import NO_USAGE, Usage
 from services.core.usage import RequestUsage
-from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.idempotency.telemetry import KeyedTelemetry
-from services.gateway.requests.terms import Produced
 from services.ports.clock import Clock
-from services.ports.idempotency import Hold, IdempotencyStore
-from services.ports.limiter import Limiter, Reservation
+from services.ports.idempotency import IdempotencyStore
+from services.ports.limiter import Limiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +30,6 @@ class KeyedLimits:
     max_logs_bytes: int = 512 * 1024**2
     # The clients of one tenant that follow requests with keys.
     max_tenant_followers: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierRun:
-    """The result of an earlier run in the record: its acceptance, and its tokens by choice."""
-
-    terms: AcceptedTerms
-    produced: tuple[Produced, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The last write to a record. ``ended``: it is final; otherwise another run may continue from there."""
-
-    hold: Hold
-    chunk: bytes
-    # The slot and the usage of a request that was admitted.
-    reservation: Reservation | None
-    event: RequestUsage | None
-    ended: bool
-
-    @property
-    def usage(self) -> Usage:
-        """The usage that is settled."""
-        return self.event.usage if self.event is not None else NO_USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from services.core.generation import Principal, Usage
 from services.core.limits import Claim, Limit, Price
 from services.core.usage import RequestUsage
 from services.gateway.policy.claims import Payer, RequestBound
-from services.gateway.requests.terms import Settlement
 from services.gateway.service_types import Ports
 from services.ports.limiter import NO_PRICE, Limiter, Reservation
 from services.runtime.identity import KeyDirectory
@@ -143,20 +142,15 @@ class HeldQuota:
         await _settle_or_log(self._ports.limiter, self.reservation, Usage(0, 0))
 
 
-async def settled(
-    ports: Ports, reservation: Reservation, event: RequestUsage, settlement: Settlement | None = None
-) -> None:
+async def settled(ports: Ports, reservation: Reservation, event: RequestUsage) -> None:
     """Return once the slot is released, before the terminal event: the client's next request finds it free.
 
     It is released as well when the caller is cancelled meanwhile. A store that does not answer must not delay
-    a finished output: the reservation expires by itself. A ``settlement`` takes the limiter's place.
+    a finished output: the reservation expires by itself.
 
     The usage is reported after the settlement. If the gateway is killed between them, the workers' reports of
     the request are booked; in the other order the ledger would have what the limiter never charged.
     """
-    if settlement is not None:
-        settlement.finish(reservation, event)
-        return
     try:
         if ports.held is not None and ports.held.settle_held(reservation, event.usage):
             return

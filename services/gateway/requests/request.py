@@ -22,7 +22,7 @@ from services.gateway.incidents import failure_of
 from services.gateway.requests.choice import ChoiceRun
 from services.gateway.requests.quotas import settled
 from services.gateway.requests.stage_timer import StageTimer
-from services.gateway.requests.terms import RunTerms
+from services.gateway.requests.terms import Charge, RunTerms
 from services.gateway.service_types import Ports
 from services.ports.limiter import Reservation
 
@@ -79,6 +79,7 @@ class Request:
         self.allowed = 0  # tokens of every choice that the client takes beyond its first window
         self._ports = ports
         self._work: RequestWork | None = None
+        self._charge: Charge | None = None  # what the settlement takes over
         self._scope: asyncio.Timeout | None = None
         self._cancel_error: FairwayError | None = None
         self._ended = False
@@ -118,22 +119,21 @@ class Request:
         self.cancel()
 
     async def deliver(self, admit: Admit, sink: RequestSink) -> None:
-        """Run the request in a task of its own; ``sink`` receives one terminal event at the end."""
+        """Run the request; ``sink`` receives one terminal event at the end, also if the task is cancelled."""
         structlog.contextvars.bind_contextvars(request_id=self.request_id)
         try:
             end = await self.run(admit)
         except asyncio.CancelledError:
             assert self._cancel_error is not None, "a run keeps the error of its cancellation"
-            end = self._cancel_error
-        if isinstance(end, Finished):
-            sink.on_finished(end)
-        else:
-            sink.on_failed(end)
+            await self._end(self._cancel_error, sink)
+            raise
+        await self._end(end, sink)
 
     async def run(self, admit: Admit) -> Finished | FairwayError:
-        """Return the result, or the error that ended the request; every resource of it is free then.
+        """Return the result, or the error that ended the request.
 
-        Only a cancellation of the calling task is raised.
+        Every resource of it is free then, or is left to the settlement of ``deliver``. Only a cancellation
+        of the calling task is raised.
         """
         try:
             async with asyncio.timeout(self.terms.timeout_s) as self._scope:
@@ -170,8 +170,19 @@ class Request:
             raise
         finally:
             self.reservation, event = None, work.report()
-            await settled(self._ports, work.reservation, event, self.terms.settlement)
+            if self.terms.settlement is not None:
+                self._charge = work.reservation, event
+            else:
+                await settled(self._ports, work.reservation, event)
         return await work.finished(event.usage)
+
+    async def _end(self, end: Finished | FairwayError, sink: RequestSink) -> None:
+        if self.terms.settlement is not None:
+            end = await self.terms.settlement.finish(end, self._charge)
+        if isinstance(end, Finished):
+            sink.on_finished(end)
+        else:
+            sink.on_failed(end)
 
     async def _on_a_route(self, work: RequestWork) -> None:
         """Run the work. One whose version is withdrawn before it has output is resolved again."""

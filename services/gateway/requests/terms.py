@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Tenant
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
-from services.gateway.events import Received
+from services.gateway.events import Finished, Received
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
@@ -45,14 +46,21 @@ class Resume:
     replaceable: bool = False
 
 
+# The slot of an admitted request, and its usage.
+Charge = tuple[Reservation, RequestUsage]
+
+
 class Settlement(Protocol):
     """The record of an idempotency key, which settles its request in place of the limiter."""
 
     async def accept(self, terms: AcceptedTerms) -> None:
         """Record the acceptance before the request has any effect; a later one replaces it."""
 
-    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
-        """Take over the slot and the usage. The usage is reported once its settlement counts."""
+    async def finish(self, end: Finished | FairwayError, charge: Charge | None) -> Finished | FairwayError:
+        """Settle the request together with its end, and report its usage once that counts.
+
+        Returns the end for the sink.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from services.core.errors import DeadlineExceeded, DeadlineUnmeetable, FairwayEr
 from services.core.generation import TokenLogprobs
 from services.gateway.events import Accepted, Finished
 from services.gateway.idempotency.ownership import RecordOwnership
+from services.gateway.idempotency.record_reader import EarlierRun
 from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
-from services.gateway.idempotency.types import EarlierRun
-from services.gateway.requests.request import Request
+from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import RunTerms
 from services.gateway.rows.work import Rows, RowsAnswer, RowsJob, RowsParts, decode_answer
 from services.rpc import bounds
@@ -80,7 +80,7 @@ class RowsRuns:
         """Start, join or repeat the request of the key as ``client``."""
         secret, tenant_id = self._service.names_secret, self._identity.still_valid(job.principal).meta.name
         received = job.terms.received
-        follower = self._service.runs.attach(
+        follower = self._service.records.attach(
             record_key(secret, tenant_id, job.message.idempotency_key, received),
             fingerprint(secret, tenant_id, job.message, received),
             client,
@@ -98,16 +98,15 @@ class RowsRuns:
 
     def _launch(
         self, job: RowsJob, client: _Client, ownership: RecordOwnership, earlier: EarlierRun | None
-    ) -> tuple[Request, asyncio.Task[None]]:
-        """Run the request on this gateway, with the id of the earlier run."""
+    ) -> tuple[Request, Admit]:
+        """Return the request for this gateway, with the id of the earlier run."""
         client.runs = True
         received = job.terms.received
         if earlier is not None:
             received = replace(received, request_id=earlier.terms.request_id)
         terms = RunTerms(received, job.terms.timeout_s, settlement=ownership)
         request = Request(terms, self._parts.ports)
-        rows = Rows(job, self._parts, request)
-        return request, self._service.spawn(job.principal.tenant_id, request, rows.admit, ownership)
+        return request, Rows(job, self._parts, request).admit
 
 
 class _Client:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.gateway.idempotency.runs import KeyedRuns
+from services.gateway.idempotency.records import KeyedRecords
 from services.gateway.service_types import RequestCapacity
 from services.gateway.text.pool import TextProcesses
 from services.ports.idempotency import RecordKey
@@ -53,7 +53,7 @@ async def settled(clock: CountingClock) -> int:
 async def test_idempotency_loops_sleep_without_runs() -> None:
     clock = CountingClock()
     supervisor = Supervisor(clock)
-    runs = KeyedRuns(replace(PORTS, clock=clock), supervisor, RequestCapacity(4, 4))
+    runs = KeyedRecords(replace(PORTS, clock=clock), supervisor, RequestCapacity(4, 4), crash)
     flushing = supervisor.spawn("flush", runs.flush_forever())
     await asyncio.sleep(0.25)
     before = clock.sleeps

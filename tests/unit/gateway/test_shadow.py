@@ -413,6 +413,7 @@ async def test_a_resumed_run_is_not_copied_again(shadowed: Shadowed) -> None:
     resume = Resume(PinnedVersion(OLD, 50), (), ())
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
     terms = RunTerms(shadowed.received(), 20.0, resume=resume)
-    _, task = shadowed.service.start(shadowed.principal, generation, Sink(), terms)
-    await task
+    sink = Sink()
+    request, admit = shadowed.service.prepared(shadowed.principal, generation, sink, terms)
+    await request.deliver(admit, sink)
     assert shadowed.outcomes() == {}

@@ -442,8 +442,8 @@ async def test_a_request_of_an_aborted_version_is_resolved_again_and_recorded_ag
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=2)
     terms = RunTerms(gateway.received(), 20.0, settlement=record)
     sink = Sink()
-    _, task = gateway.service.start(who("free"), generation, sink, terms)
-    await task
+    request, admit = gateway.service.prepared(who("free"), generation, sink, terms)
+    await request.deliver(admit, sink)
     assert isinstance(sink.end, Finished)
     digests = [test_splits.NEW, test_splits.OLD]
     assert [start.grant.version_digest for start in gateway.workers.started] == digests

@@ -36,7 +36,7 @@ from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
 from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.sequences import Sequences
-from services.gateway.requests.terms import Admitted, RunTerms
+from services.gateway.requests.terms import Admitted, Charge, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
@@ -84,13 +84,16 @@ class KeptRecord:
     """The settlement of a request with a key. It keeps the acceptances without their time."""
 
     accepted: list[AcceptedTerms] = field(default_factory=list)
-    settled: list[tuple[Reservation, RequestUsage]] = field(default_factory=list)
+    settled: list[Charge | None] = field(default_factory=list)
 
     async def accept(self, terms: AcceptedTerms) -> None:
         self.accepted.append(structs.replace(terms, received_unix_us=0))
 
-    def finish(self, reservation: Reservation, event: RequestUsage) -> None:
-        self.settled.append((reservation, event))
+    async def finish(
+        self, end: Finished | errors.FairwayError, charge: Charge | None
+    ) -> Finished | errors.FairwayError:
+        self.settled.append(charge)
+        return end
 
 
 class Placement:
@@ -612,11 +615,13 @@ async def test_a_cancellation_at_any_turn_ends_it_once_and_settles_it_once(by_it
         task = harness.start()
         for _ in range(turns):
             await asyncio.sleep(0)
+        at_once = by_its_task and not task.done()
         if by_its_task:
             task.cancel()
         else:
             harness.request.cancel()
-        await task
+        await asyncio.wait([task])
+        assert task.cancelled() == at_once, "a cancellation of its task stays one"
         await until(lambda found=harness: not found.limiter.running)  # type: ignore[misc]
         assert harness.sink.end is not None, turns
         assert reported == harness.limiter.usage, turns
@@ -682,7 +687,9 @@ async def test_a_record_settles_in_place_of_the_limiter_whatever_ends_the_reques
         await until(lambda: bool(harness.sink.tokens))
         harness.request.cancel()
     await task
-    ((reservation, event),) = record.settled
+    (charge,) = record.settled
+    assert charge is not None
+    reservation, event = charge
     assert (reservation.request_id, event.usage.output_tokens) == ("req_1", 1)
     assert (harness.limiter.usage, reported) == ([], []), "the record's owner does both"
 

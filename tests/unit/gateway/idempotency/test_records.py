@@ -6,28 +6,28 @@ from typing import Any
 
 import pytest
 
-from services.gateway.idempotency import record_writer
-from services.gateway.idempotency.record_writer import PendingRecordEnds
-from services.gateway.idempotency.run import KeyedRun
-from services.gateway.idempotency.types import Ending
+from services.gateway.idempotency import records
+from services.gateway.idempotency.ownership import Ending
+from services.gateway.idempotency.record import KeyedRecord
+from services.gateway.idempotency.records import PendingRecordEnds
 from services.ports.idempotency import Hold, RecordKey
 from tests.unit.gateway.idempotency.test_ownership import PORTS
 
 
-def ended(tenant: str, number: int) -> KeyedRun:
+def ended(tenant: str, number: int) -> KeyedRecord:
     key = RecordKey(tenant, f"{number:032x}")
-    run = KeyedRun(key, "f", PORTS, cast_launch, lambda follower: None)
+    run = KeyedRecord(key, "f", PORTS, nothing, nothing, nothing)
     run.pending_end = Ending(Hold(key, "g", 1), b"", None, None, True)
     return run
 
 
-def cast_launch(*_: Any, **__: Any) -> Any:
+def nothing(*_: Any, **__: Any) -> Any:
     raise AssertionError("nothing is run")
 
 
 def test_a_tenant_with_more_than_its_share_loses_its_own_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_writer, "MAX_PENDING_ENDS", 8)
-    dropped: list[KeyedRun] = []
+    monkeypatch.setattr(records, "MAX_PENDING_ENDS", 8)
+    dropped: list[KeyedRecord] = []
     endings = PendingRecordEnds(PORTS, dropped.append)
     theirs = [ended("beta", number) for number in range(4)]
     mine = [ended("acme", number) for number in range(10)]

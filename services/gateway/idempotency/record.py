@@ -1,9 +1,8 @@
-"""One request with an idempotency key on this gateway: claimed, run or followed, and ended.
+"""The record of one idempotency key on this gateway, and the clients that follow its request.
 
-``drive`` is the only task that decides. It claims the record. If this gateway owns the record, a ``Request``
-runs with this run as its sink, and the record is written behind it. If another gateway owns it, the record is
-read until it ends. When another gateway takes over the record, the run becomes a follower; its clients
-receive their output from the same log.
+``serve`` claims the record. If this gateway owns it, a ``Request`` runs in the same task, wrapped by the
+ownership: what it emits is recorded and followed, and its settlement is the record's end. If another gateway
+owns it, it is read until it ends, or until it can be claimed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from typing import Final
 
 import structlog
@@ -22,32 +20,27 @@ from services.core.errors import (
     NoWorkerAvailable,
     RequestCancelled,
     ResultExpired,
-    StoreUnavailable,
 )
 from services.gateway.events import Delivered, Finished, RequestSink
 from services.gateway.idempotency.followers import FollowerBroadcast, RecordFollower, too_large
-from services.gateway.idempotency.ownership import Launch, RecordOwnership, write_ending
+from services.gateway.idempotency.ownership import Ending, Launch, RecordOwnership
 from services.gateway.idempotency.record_codec import encode, failure_in
-from services.gateway.idempotency.record_reader import RecordReader
-from services.gateway.idempotency.telemetry import Arrivals, EndingOutcome, KeyOutcome, outcome_of
-from services.gateway.idempotency.types import Ending, KeyedPorts
+from services.gateway.idempotency.record_reader import EarlierRun, RecordReader
+from services.gateway.idempotency.telemetry import Arrivals, KeyOutcome, outcome_of
+from services.gateway.idempotency.types import KeyedPorts
 from services.gateway.incidents import failure_of
-from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey, Written
+from services.gateway.requests.request import Request
+from services.ports.idempotency import Claim, Expired, OtherBody, Owned, RecordKey
 
 log = structlog.get_logger()
 
 # How often a record may change owners under one client before the client gets an error to retry.
 MAX_ROUNDS: Final = 32
+# It counts a tenant's request as running until the function that it returns is called.
+Enter = Callable[[str, Request], Callable[[], None]]
 
 
-class RunPhase(StrEnum):
-    CLAIMING = "claiming"
-    OWNING = "owning"
-    FOLLOWING = "following"
-    ENDED = "ended"
-
-
-class KeyedRun:
+class KeyedRecord:
     """This gateway's part in one key and body, and the host of the clients that follow it."""
 
     def __init__(
@@ -56,20 +49,22 @@ class KeyedRun:
         fingerprint: str,
         ports: KeyedPorts,
         launch: Launch,
+        enter: Enter,
         departed: Callable[[RecordFollower], None],
     ) -> None:
         """``departed`` is called for every client that is done."""
         self.key = key
         self.fingerprint = fingerprint
-        self.phase = RunPhase.CLAIMING
         self.broadcast = FollowerBroadcast(ports.window_tokens, self._left)
         self.ownership: RecordOwnership | None = None
         self.pending_end: Ending | None = None
         self._ports = ports
         self._launch = launch
+        self._enter = enter
         self._departed = departed
         self._arrivals = Arrivals(ports.telemetry, key.tenant_id)
         self._reader = RecordReader(self.broadcast)
+        self._following = False  # a request at another gateway
         self._task: asyncio.Task[None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         self._stopped: FairwayError | None = None
@@ -77,7 +72,7 @@ class KeyedRun:
     # --- clients -----------------------------------------------------------------------------------
 
     def start(self, task: asyncio.Task[None]) -> None:
-        """Set the task that runs ``drive``; ``close`` must follow its end."""
+        """Set the task that runs ``serve``; ``close`` must follow its end."""
         self._task = task
 
     def join(
@@ -85,7 +80,7 @@ class KeyedRun:
     ) -> RecordFollower:
         """Return the handle of a client, which receives what it does not have of the request."""
         follower = self.broadcast.join(sink, client_window, delivered, first=first)
-        self._arrivals.joined(ended=self.phase is RunPhase.ENDED)
+        self._arrivals.joined(ended=self.broadcast.ended)
         self._stop_grace()
         asyncio.get_running_loop().call_soon(self.broadcast.catch_up, follower)
         return follower
@@ -104,14 +99,14 @@ class KeyedRun:
     @property
     def joinable(self) -> bool:
         """Whether another client can join: it runs, or its pending end is in memory."""
-        if self.phase is RunPhase.ENDED:
+        if self.broadcast.ended:
             return self.pending_end is not None and self.pending_end.ended
         return self._stopped is None
 
     def stop(self, error: FairwayError) -> None:
         """End this gateway's part in the request: another gateway may continue it."""
         self._stopped = self._stopped or error
-        if self.phase is not RunPhase.OWNING and self._task is not None:
+        if self.ownership is None and self._task is not None:
             self._task.cancel()
         elif self.ownership is not None and self.ownership.request is not None:
             self.ownership.request.cancel(error)
@@ -120,8 +115,7 @@ class KeyedRun:
         """Release everything. Called when the task is done, which may never have begun."""
         self._stop_grace()
         self._arrivals.claimed(KeyOutcome.REFUSED)
-        if self.phase is not RunPhase.ENDED:
-            self._fail(self._stopped or RequestCancelled("the request was cancelled"))
+        self._fail(self._stopped or RequestCancelled("the request was cancelled"))
 
     def trim_output(self) -> None:
         """Trim an output that is not retained whole, and grant the run the corresponding credit."""
@@ -139,7 +133,7 @@ class KeyedRun:
 
     # --- the one task ------------------------------------------------------------------------------
 
-    async def drive(self) -> None:
+    async def serve(self) -> None:
         """Return once the request ended here and every client received its end."""
         try:
             for _ in range(MAX_ROUNDS):
@@ -157,12 +151,9 @@ class KeyedRun:
         except BaseException as error:  # a panic in a native library is no Exception
             record, new_incident = self.key.digest[:12], self._ports.new_incident
             self._fail(failure_of(error, new_incident, "idempotency.crashed", record=record))
-        finally:
-            self.ownership = None
 
     async def _round(self) -> bool:
         """Claim once and act on the result. Returns whether the request is over."""
-        self.phase = RunPhase.CLAIMING
         claim = await self._claim()
         if isinstance(claim, OtherBody):
             raise IdempotencyConflict(
@@ -192,77 +183,56 @@ class KeyedRun:
 
     async def _follow(self) -> bool:
         """Follow the run at another gateway. Returns whether it ended; if not, the record can be claimed."""
-        self.phase = RunPhase.FOLLOWING
+        self._following = True
         self._stop_without_followers()
         ended = await self._reader.follow(self._ports, self.key)
-        if ended:
-            self._deliver(self._reader.end or too_large())
+        self._following = False
+        if isinstance(self._reader.end, Finished):
+            self.broadcast.finished(self._reader.end)
+        elif ended:
+            self._fail(self._reader.end or too_large())
         return ended
 
     async def _own(self, claim: Owned) -> bool:
         """Run the request from where an earlier run ended. Returns False when another owner took over."""
-        self.phase = RunPhase.OWNING
         ownership = self.ownership = RecordOwnership(
             claim.hold, self._ports, self._reader, self.stop_retaining
         )
-        earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
-        if not self.broadcast.whole:
-            raise too_large()  # the retained part of the output is not enough to continue
-        request, task = self._launch(ownership, earlier)
-        ownership.start(request, [found.chars for found in earlier.produced] if earlier is not None else ())
+        try:
+            earlier = await self._reader.load(self._ports.store, self.key, claim.chunks)
+            if not self.broadcast.whole:
+                raise too_large()  # the retained part of the output is not enough to continue
+            await self._run(ownership, earlier)
+        finally:
+            self.ownership, self.pending_end = None, ownership.pending_end
+        return not ownership.fenced
+
+    async def _run(self, ownership: RecordOwnership, earlier: EarlierRun | None) -> None:
+        """Return once the request ended, and the record with it."""
+        request, admit = self._launch(ownership, earlier)
+        ownership.start(request, earlier)
         if self._stopped is not None:
             request.cancel(self._stopped)
         if not len(self.broadcast):
             self._start_grace()
-        await task
-        self.ownership = None
-        await ownership.close()
-        if ownership.fenced:
-            log.info("idempotency.fenced", record=self.key.digest[:12])
-            self._ports.telemetry.ending(EndingOutcome.FENCED)
-            return False
-        return await self._conclude(ownership)
-
-    async def _conclude(self, ownership: RecordOwnership) -> bool:
-        """End or release the record, then end the clients. Returns whether the record was still owned."""
-        outcome, ending = ownership.ending()
-        found = EndingOutcome.WRITTEN
+        leave = self._enter(self.key.tenant_id, request)
         try:
-            if await write_ending(self._ports, ending) is Written.FENCED:
-                found = EndingOutcome.FENCED
-        except StoreUnavailable as error:
-            log.warning("idempotency.end_deferred", record=self.key.digest[:12], reason=error.reason)
-            self.pending_end, found = ending, EndingOutcome.DEFERRED
-            if ending.reservation is not None:  # its usage outlives this process, as any other request's does
-                # Spooled: the record may be continued elsewhere, which must find these charges.
-                await self._ports.limiter.settle(ending.reservation, ending.usage, spooled=True)
-        self._ports.telemetry.ending(found)
-        if found is EndingOutcome.FENCED:
-            log.info("idempotency.fenced", record=self.key.digest[:12])
-            return False
-        if ending.event is not None:  # the usage counts here: in the record, or settled apart from it
-            self._ports.report_usage(ending.event)
-        self._deliver(outcome)
-        return True
-
-    def _deliver(self, outcome: Finished | FairwayError) -> None:
-        if isinstance(outcome, Finished):
-            self.phase = RunPhase.ENDED
-            self.broadcast.finished(outcome)
-        else:
-            self._fail(outcome)
+            await request.deliver(admit, ownership)
+        finally:
+            leave()
 
     def _fail(self, error: FairwayError) -> None:
-        self.phase = RunPhase.ENDED
-        self.broadcast.failed(error)
+        """End the clients, unless they received an end."""
+        if not self.broadcast.ended:
+            self.broadcast.failed(error)
 
     # --- departing clients -------------------------------------------------------------------------
 
     def _left(self, follower: RecordFollower, withdrawn: bool) -> None:
         self._departed(follower)
-        if len(self.broadcast) or self.phase is RunPhase.ENDED:
+        if len(self.broadcast) or self.broadcast.ended:
             return
-        if self.phase is RunPhase.FOLLOWING:
+        if self._following:
             self._stop_without_followers()
         else:
             self._start_grace(0.0 if withdrawn or not self.broadcast.whole else None)
@@ -285,9 +255,10 @@ class KeyedRun:
 
     def _end_after_grace(self) -> None:
         """End a request without clients after its grace, unless another gateway's client follows it."""
+        if self.broadcast.ended:
+            return
         ownership = self.ownership
-        watched_until_s = ownership.watched_until_s if ownership is not None else 0.0
-        if self.phase is RunPhase.CLAIMING or self._ports.clock.monotonic_s() < watched_until_s:
+        if ownership is None or self._ports.clock.monotonic_s() < ownership.watched_until_s:
             self._start_grace(1.0)
-        elif ownership is not None and ownership.request is not None:
+        elif ownership.request is not None:
             ownership.request.cancel(RequestCancelled("the client disconnected and did not return"))
