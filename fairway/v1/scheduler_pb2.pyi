@@ -568,37 +568,6 @@ class SlotLease(_message.Message):
 Global___SlotLease: _TypeAlias = SlotLease  # noqa: Y015
 
 @_typing.final
-class TenantSlots(_message.Message):
-    """What one tenant was leased on the worker that receives this, over all gateways: the order of its rows there."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
-    TENANT_ID_FIELD_NUMBER: _builtins.int
-    SLOTS_FIELD_NUMBER: _builtins.int
-    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
-    version_digest: _builtins.str
-    tenant_id: _builtins.str
-    slots: _builtins.int
-    tenant_weight: _builtins.float
-    """The tenant's share of a contended pool. 0: 1."""
-    def __init__(
-        self,
-        *,
-        version_digest: _builtins.str = ...,
-        tenant_id: _builtins.str = ...,
-        slots: _builtins.int = ...,
-        tenant_weight: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TenantSlots: _TypeAlias = TenantSlots  # noqa: Y015
-
-@_typing.final
 class Leadership(_message.Message):
     """Sent first, and every leader heartbeat."""
 
@@ -1153,7 +1122,6 @@ class ReportResponse(_message.Message):
     LEADERSHIP_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
-    TENANT_SLOTS_FIELD_NUMBER: _builtins.int
     report: _builtins.int
     """The report that this answers."""
     @_builtins.property
@@ -1162,21 +1130,16 @@ class ReportResponse(_message.Message):
     def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantCounter]:
         """Of tenants that this worker told of since the response before."""
 
-    @_builtins.property
-    def tenant_slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantSlots]:
-        """Each replaces the leased slots of its version and tenant on this worker; all of them after a change of leader."""
-
     def __init__(
         self,
         *,
         leadership: Global___Leadership | None = ...,
         report: _builtins.int = ...,
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
-        tenant_slots: _abc.Iterable[Global___TenantSlots] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "leadership", b"leadership", "report", b"report", "tenant_slots", b"tenant_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "leadership", b"leadership", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

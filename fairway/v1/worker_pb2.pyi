@@ -371,6 +371,7 @@ class StartRow(_message.Message):
     TRANSPORT_US_FIELD_NUMBER: _builtins.int
     TARGET_MS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use, neither by a sequence."""
     request_id: _builtins.str
@@ -392,6 +393,8 @@ class StartRow(_message.Message):
     passed when the gateway sent the row. 0: no objective.
     """
     waited_ms: _builtins.int
+    tenant_weight: _builtins.float
+    """The tenant's share of the device. 0: 1."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -418,10 +421,11 @@ class StartRow(_message.Message):
         transport_us: _builtins.int = ...,
         target_ms: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
+        tenant_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "target_ms", b"target_ms", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "target_ms", b"target_ms", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,16 +89,6 @@ class TenantTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantSlots:
-    """What one tenant was leased of a fixed-cost version on one worker, over all gateways."""
-
-    digest: str
-    tenant: str
-    slots: int
-    weight: float = 1.0  # the tenant's weight
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceUsage:
     """Total tokens of one sequence on this worker so far; the latest report replaces earlier ones."""
 

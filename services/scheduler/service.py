@@ -284,12 +284,10 @@ class WorkerReportStream:
         if self._reporter.error is not None:
             raise self._reporter.error
         reporter = self._reporter
-        if reporter.applied == self._answered and not reporter.tenant_slots:
+        if reporter.applied == self._answered:
             return None
         self._answered = reporter.applied
-        return ReportAnswer(
-            self._term.epoch, self._answered, reporter.take_counters(), reporter.take_tenant_slots()
-        )
+        return ReportAnswer(self._term.epoch, self._answered, reporter.take_counters())
 
     def close(self) -> None:
         """Stop placements on the worker until it reports again. Idempotent."""

@@ -29,7 +29,6 @@ from services.rpc.convert.scheduler import (
     place_from_proto,
     report_from_proto,
     slots_from_proto,
-    tenant_slots_to_proto,
 )
 from services.rpc.server_stream import GrpcServerStream, woken_within
 from services.scheduler.service import GatewayPlacementStream, SchedulerService
@@ -168,7 +167,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             leadership=leadership(answer.epoch, self._leader_id),
             report=answer.report,
             counters=counters_to_proto(answer.counters),
-            tenant_slots=tenant_slots_to_proto(answer.tenant_slots),
         )
 
 

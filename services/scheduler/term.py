@@ -403,7 +403,7 @@ class Term:
             reporter.end(error)
             return
         self.applied.note(snapshot, first=not reporter.worker_id)
-        self.slots.reported(snapshot, now_s, first=not reporter.worker_id)
+        self.slots.reported(snapshot, now_s)
         if not reporter.worker_id:
             reporter.worker_id = snapshot.worker_id
             self.decisions.found_running(snapshot.worker_id, snapshot.live)
@@ -442,11 +442,6 @@ class Term:
             for lease in self.slots.take_leases(gateway_id, now_s):
                 session.leases[lease.worker_id, lease.digest, lease.tenant] = lease
             session.wake()
-        for worker_id, changes in self.slots.take_tenant_slots().items():
-            reporter = self.streams.reporter(self.fleet.stream_of(worker_id))
-            if reporter is not None:
-                reporter.tenant_slots.update({(found.digest, found.tenant): found for found in changes})
-                reporter.wake()
 
     def _touch(self, digests: Collection[str]) -> None:
         """Look again at the placements and leases of these versions: their workers changed."""

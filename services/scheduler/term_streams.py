@@ -25,7 +25,6 @@ from services.core.fleet import (
     PoolPressure,
     ReportSnapshot,
     TenantCounter,
-    TenantSlots,
 )
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
@@ -88,17 +87,11 @@ class WorkerSession(_Stream):
     worker_id: str = ""
     applied: int = 0
     counters: dict[tuple[str, str, Priority], TenantCounter] = field(default_factory=dict)
-    tenant_slots: dict[tuple[str, str], TenantSlots] = field(default_factory=dict)  # changes, to be sent
 
     def take_counters(self) -> tuple[TenantCounter, ...]:
         """Return and remove the counters for the next answer, at most as many as a message may contain."""
         named = list(self.counters)[:MAX_COUNTERS]
         return tuple(self.counters.pop(key) for key in named)
-
-    def take_tenant_slots(self) -> tuple[TenantSlots, ...]:
-        """Return and remove the changes of tenants' slots for the next answer."""
-        named = list(self.tenant_slots)[:MAX_COUNTERS]
-        return tuple(self.tenant_slots.pop(key) for key in named)
 
 
 @dataclass(frozen=True, slots=True)

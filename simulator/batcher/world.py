@@ -149,7 +149,7 @@ class BatcherWorld:
         for key, group in self._waiting.groups():
             found = self._spec.window.decide(group, device, self._expected(group.width), now_s)
             if isinstance(found, Flush):
-                rows = self._waiting.select(key, group.width, found.rows, leases={}, running={})
+                rows = self._waiting.select(key, group.width, found.rows)
                 self._start(rows, group.width, found.cause)
                 return
             until_s = min(until_s, found.until_s)

@@ -385,7 +385,6 @@ class SimWorker:
             self.agent.take_snapshot,
             on_leader=self.agent.on_leader,
             on_counters=self.agent.on_counters,
-            on_tenant_slots=self.agent.on_tenant_slots,
             rng=rng,
         )
         host.changed = self.reporter.changed

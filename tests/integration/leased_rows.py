@@ -21,7 +21,7 @@ from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec, RowsRequest
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots
+from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.records import Priority
 from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
@@ -86,9 +86,6 @@ class EchoRows:
         for row in rows:
             self.live.pop(row.number, None)
         self._host.changed()
-
-    def lease(self, slots: TenantSlots) -> None:
-        self.leased[slots.tenant] = slots.slots
 
     def sweep(self, now_s: float) -> None:
         return
@@ -157,7 +154,6 @@ class RowNode:
             self._supervisor,
             self._snapshot,
             on_leader=self.host.on_leader,
-            on_tenant_slots=self.host.on_tenant_slots,
             rng=Random(2),
         )
         self.host.changed = self.reporter.changed

@@ -22,7 +22,6 @@ from services.rpc.convert.scheduler import (
     frame_from_proto,
     report_to_proto,
     slots_to_proto,
-    tenant_slots_from_proto,
 )
 from services.rpc.methods import CONNECT, REPORT
 
@@ -158,5 +157,4 @@ class _ReportStreamLink(_LeaderStream[scheduler_pb2.ReportRequest, scheduler_pb2
             response.leadership.epoch,
             response.report,
             counters_from_proto(response.counters),
-            tenant_slots_from_proto(response.tenant_slots),
         )

@@ -44,7 +44,7 @@ from services.adapters.links.leader_links import LeaderLink, LeaderLinks, keep_l
 from services.adapters.links.report_deltas import DeltaKeeper
 from services.core.backoff import Backoff
 from services.core.errors import FairwayError, InvalidInput, NoLeader
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
 from services.ports.clock import Clock
 from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.supervisor import Supervisor
@@ -94,8 +94,7 @@ class Reporter:
     ``snapshot`` is called right before a report is sent and moves its deltas into the report. Its argument is
     True for the first report of a link, which has to be complete. ``on_leader`` is called with the epoch of
     each answer, before any snapshot for that leader. ``on_counters`` is called with the answer's tenant
-    counters, ``on_tenant_slots`` with the slots leased to tenants here. All run in the event loop, must
-    not block and must not raise.
+    counters. All run in the event loop, must not block and must not raise.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class Reporter:
         *,
         on_leader: Callable[[int], None] | None = None,
         on_counters: Callable[[Sequence[TenantCounter]], None] | None = None,
-        on_tenant_slots: Callable[[Sequence[TenantSlots]], None] | None = None,
         settings: ReporterSettings | None = None,
         rng: random.Random | None = None,
         deltas: DeltaKeeper | None = None,
@@ -118,7 +116,6 @@ class Reporter:
         self._snapshot = snapshot
         self._on_leader = on_leader
         self._on_counters = on_counters
-        self._on_tenant_slots = on_tenant_slots
         self._settings = settings if settings is not None else ReporterSettings()
         self._rng = rng if rng is not None else random.Random()
         self._deltas = deltas if deltas is not None else DeltaKeeper()
@@ -210,8 +207,6 @@ class Reporter:
             self._on_leader(answer.epoch)
         if self._on_counters is not None and answer.counters:
             self._on_counters(answer.counters)
-        if self._on_tenant_slots is not None and answer.tenant_slots:
-            self._on_tenant_slots(answer.tenant_slots)
         if self._deltas.confirm(answer.report):
             self._refusals = 0
             self._answered.set()

@@ -58,7 +58,6 @@ def worker(environment: Environment) -> Role:
         agent.take_snapshot,
         on_leader=agent.on_leader,
         on_counters=agent.on_counters,
-        on_tenant_slots=agent.on_tenant_slots,
         rng=environment.rng,
     )
     host.changed = reporter.changed

@@ -38,6 +38,7 @@ class RowSpec(Struct, frozen=True):
     # Target from the request's receipt to the answer, by the class's objective; 0: none.
     target_s: float = 0.0
     waited_s: float = 0.0  # how much of the target had passed when the row was sent
+    tenant_weight: float = 1.0  # the tenant's share of the device
 
 
 class BatchWindow(Struct, frozen=True, gc=False):

@@ -329,6 +329,7 @@ class LeasedRows:
             transport_s=self._transport.level_s(lease.worker_id),
             target_s=request.target_s,
             waited_s=now_s - request.received_s if request.target_s else 0.0,
+            tenant_weight=request.tenant_weight,
         )
         sink = _InFlight(self, row, slots, now_s)
         self._leases.started(slots)

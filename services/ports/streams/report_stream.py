@@ -11,21 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.core.fleet import ReportSnapshot, TenantCounter, TenantSlots
+from services.core.fleet import ReportSnapshot, TenantCounter
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAnswer:
     """Answer of the leader of ``epoch``: it applied all reports up to ``report``, 0 for none yet.
 
-    ``counters`` are of tenants whose service changed since the previous answer, ``tenant_slots`` of those
-    whose leased slots on the worker changed, all of them after a change of leader.
+    ``counters`` are of tenants whose service changed since the previous answer.
     """
 
     epoch: int
     report: int = 0
     counters: tuple[TenantCounter, ...] = ()
-    tenant_slots: tuple[TenantSlots, ...] = ()
 
 
 class ReportStream(Protocol):

@@ -49,6 +49,7 @@ _ROW: Final = Mirror(
         "transport_s": _in_us("transport_us"),
         "target_s": Pair("target_ms", _target_ms, lambda ms: ms / 1000),
         "waited_s": Pair("waited_ms", _waited_ms, lambda ms: ms / 1000),
+        "tenant_weight": Pair("tenant_weight", read=lambda weight: weight or 1.0),
     },
 )
 

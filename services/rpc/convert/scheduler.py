@@ -22,7 +22,6 @@ from services.core.fleet import (
     ReportSnapshot,
     SequenceUsage,
     TenantCounter,
-    TenantSlots,
     TenantTokens,
 )
 from services.core.generation import Grant, PlaceSpec
@@ -79,11 +78,6 @@ _MEMBER: Final = Mirror(
 )
 _OF_TENANT: Final = {"tenant": TENANT, "digest": DIGEST, "priority": PRIORITY}
 _COUNTER: Final = Mirror(TenantCounter, pb.TenantCounter, _OF_TENANT)
-_SLOTS: Final = Mirror(
-    TenantSlots,
-    pb.TenantSlots,
-    {"tenant": TENANT, "digest": DIGEST, "weight": Pair("tenant_weight", read=lambda weight: weight or 1.0)},
-)
 _TOKENS: Final = Mirror(
     TenantTokens,
     pb.TenantTokens,
@@ -255,11 +249,3 @@ def counters_to_proto(counters: Iterable[TenantCounter]) -> list[pb.TenantCounte
 
 def counters_from_proto(messages: Iterable[pb.TenantCounter]) -> tuple[TenantCounter, ...]:
     return tuple(map(_COUNTER.from_proto, messages))
-
-
-def tenant_slots_to_proto(slots: Iterable[TenantSlots]) -> list[pb.TenantSlots]:
-    return list(map(_SLOTS.to_proto, slots))
-
-
-def tenant_slots_from_proto(messages: Iterable[pb.TenantSlots]) -> tuple[TenantSlots, ...]:
-    return tuple(map(_SLOTS.from_proto, messages))

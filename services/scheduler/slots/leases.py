@@ -100,7 +100,6 @@ class LeaseBook:
         self._settling: list[tuple[float, int, HeldLease]] = []  # a heap; outdated entries are ignored
         # Leases to send, by gateway, worker and tenant.
         self.unsent: dict[str, dict[tuple[str, str], HeldLease]] = {}
-        self.changed_tenants: dict[str, dict[str, None]] = {}  # tenants whose slots changed, by worker
 
     def __len__(self) -> int:
         return self._count
@@ -122,15 +121,6 @@ class LeaseBook:
 
     def slots_on(self, worker_id: str) -> int:
         return self._slots.get(worker_id, 0)
-
-    def tenant_slots_on(self, worker_id: str, tenant: str) -> int:
-        return sum(lease.slots for (_, name), lease in self.on(worker_id).items() if name == tenant)
-
-    def resend_tenant(self, tenant: str) -> None:
-        """Have the tenant's slots sent to its workers again, because its weight changed."""
-        for worker_id, leases in self._workers.items():
-            if any(party[1] == tenant for party in leases):
-                self.changed_tenants.setdefault(worker_id, {})[tenant] = None
 
     def observe(self, workers: Iterable[RowWorker], now_s: float) -> None:
         """Count the rows that ran on workers before this book leased slots there, until they have ended."""
@@ -281,6 +271,4 @@ class LeaseBook:
         worker_id = lease.worker.worker_id
         self._held[worker_id] = self._held.get(worker_id, 0) + held - lease.held
         self._slots[worker_id] = self._slots.get(worker_id, 0) + slots - lease.slots
-        if slots != lease.slots:
-            self.changed_tenants.setdefault(worker_id, {})[lease.party[1]] = None
         lease.slots, lease.held = slots, held

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
-from services.core.fleet import ReportSnapshot, TenantSlots
+from services.core.fleet import ReportSnapshot
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
@@ -71,17 +71,13 @@ class SlotLessor:
             pool.disconnect(gateway)
             self._changed[digest] = None
 
-    def reported(self, snapshot: ReportSnapshot, now_s: float, *, first: bool) -> None:
-        """Apply a worker's device time. ``first``: the report begins its stream, so all tenants' slots are
-        sent."""
+    def reported(self, snapshot: ReportSnapshot, now_s: float) -> None:
+        """Apply a worker's device time."""
         for use in snapshot.tenants:
             if use.rows and (pool := self._pools.get(use.digest)) is not None:
                 pool.measure(use, now_s)
         for digest in [found.digest for found in snapshot.pools if found.row_slots]:
             pool = self._pools.get(digest)
-            if pool is not None and first:
-                tenants = dict.fromkeys(tenant for _, tenant in pool.book.on(snapshot.worker_id))
-                pool.book.changed_tenants.setdefault(snapshot.worker_id, {}).update(tenants)
             if pool is not None and pool.is_short:
                 self._changed[digest] = None
 
@@ -108,7 +104,7 @@ class SlotLessor:
                 if pool.end_old_demands(now_s):
                     self._changed[digest] = None
             self._gateways.update(dict.fromkeys(pool.book.unsent))
-            if pool.idle and not pool.book.changed_tenants:
+            if pool.idle:
                 del self._pools[digest]
                 self._planned_s.pop(digest, None)
 
@@ -132,20 +128,6 @@ class SlotLessor:
         for pool in self._pools.values():
             found += pool.book.take(gateway, _LEASES_PER_FRAME - len(found), now_s)
         return tuple(found)
-
-    def take_tenant_slots(self) -> dict[str, list[TenantSlots]]:
-        """Return and clear the changes of tenants' slots by worker."""
-        found: dict[str, list[TenantSlots]] = {}
-        for digest, pool in self._pools.items():
-            changed, pool.book.changed_tenants = pool.book.changed_tenants, {}
-            for worker_id, tenants in changed.items():
-                found.setdefault(worker_id, []).extend(
-                    TenantSlots(
-                        digest, tenant, pool.book.tenant_slots_on(worker_id, tenant), pool.weight_of(tenant)
-                    )
-                    for tenant in tenants
-                )
-        return found
 
     def by_kind(self) -> dict[str, int]:
         """Return the slots that are leased, those that are held, and the rows that want one."""

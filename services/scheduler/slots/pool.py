@@ -54,11 +54,6 @@ class SlotPool:
         """The rows of all demands."""
         return sum(wanted.demand.rows for _, wanted in self._parties())
 
-    def weight_of(self, tenant: str) -> float:
-        """Return the tenant's weight; 1 for one without demand."""
-        found = self._tenants.get(tenant)
-        return 1.0 if found is None or found.account is None else found.account.weight or 1.0
-
     # --- demands ----------------------------------------------------------------------------------
 
     def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> bool:
@@ -271,9 +266,6 @@ class SlotPool:
             if tenant.account is None:
                 tenant.account = shares.enter(name, weight)
             else:
-                before = tenant.account.weight
                 shares.weigh(tenant.account, weight)
-                if tenant.account.weight != before:
-                    self.book.resend_tenant(name)
         if priority is None and len(self._tenants) > _KEPT_TENANTS:
             del self._tenants[name]

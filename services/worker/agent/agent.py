@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 
 from fairway.task_group import TaskGroup
-from services.core.fleet import ReportSnapshot, TenantCounter, TenantSlots
+from services.core.fleet import ReportSnapshot, TenantCounter
 from services.core.records import (
     ASSIGNMENTS,
     WORKERS,
@@ -238,10 +238,6 @@ class WorkerAgent:
     def on_counters(self, counters: Sequence[TenantCounter]) -> None:
         """Store the leader's tenant counters, for the report to the next leader."""
         self._host.counters.store(counters)
-
-    def on_tenant_slots(self, leased: Sequence[TenantSlots]) -> None:
-        """Order the rows of tenants within what the leader leased to them here."""
-        self._host.on_tenant_slots(leased)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the memory ledger or the KV reservations are inconsistent."""

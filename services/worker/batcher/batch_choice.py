@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final
@@ -12,9 +11,8 @@ from typing import Final
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.fixed_cost.tensors import TILES, tiles_of
-from services.core.fleet import TenantSlots
 from services.worker.batcher.arriving_rows import ArrivingRows
-from services.worker.batcher.policy.batch_key import BatchKey, BatchKeys
+from services.worker.batcher.policy.batch_key import BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve
 from services.worker.batcher.policy.flush import BatchLimits, Device, Flush, FlushCause, Linger
 from services.worker.batcher.policy.length_buckets import mixed_width
@@ -31,7 +29,7 @@ from services.worker.batcher.policy.waiting import (
     mean_width,
 )
 from services.worker.batcher.policy.window import Decided, Window, first_to_start
-from services.worker.batcher.runs import BatchRun, BatchRuns
+from services.worker.batcher.runs import BatchRun
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import RowModel
 from services.worker.streams.live_row import LiveRow
@@ -90,10 +88,6 @@ class BatchChoice:
         """Return the rows that wait."""
         return list(self._rows.values())
 
-    def lease(self, slots: TenantSlots) -> None:
-        """Let a tenant have so many rows in flight."""
-        self._turns.lease(slots)
-
     def add(self, row: LiveRow, now_s: float, running: BatchRun | None) -> FairwayError | None:
         """Let the row wait, or return why it cannot. ``running`` is the batch of the serving process."""
         spec, most = row.spec, self._model.max_tokens
@@ -119,6 +113,7 @@ class BatchChoice:
             target_s,
             row.deadline_s,
             sum(len(tensor.data) for tensor in spec.inputs),
+            spec.tenant_weight,
         )
         added = self._waiting.add(
             waiting,
@@ -158,7 +153,11 @@ class BatchChoice:
     def charge(self, rows: Sequence[LiveRow], width: int, now_s: float) -> None:
         """Charge the turns of the tenants for a batch that starts."""
         row_s = self._curve.mean_s(width, len(rows)) / len(rows)
-        self._turns.started(Counter(row.spec.tenant_id for row in rows), row_s, now_s)
+        shares: dict[str, float] = {}
+        for row in rows:
+            tenant = row.spec.tenant_id
+            shares[tenant] = shares.get(tenant, 0.0) + row_s / row.spec.tenant_weight
+        self._turns.started(shares, now_s)
 
     def check_integrity(self) -> None:
         self._waiting.check_integrity()
@@ -166,7 +165,7 @@ class BatchChoice:
 
     # --- the next batch -------------------------------------------------------------------------
 
-    def next(self, runs: BatchRuns, now_s: float, *, draining: bool) -> ChosenBatch | Linger | None:
+    def next(self, now_s: float, *, draining: bool) -> ChosenBatch | Linger | None:
         """Return the batch of an idle device, or how long it does well to wait. None without rows."""
         shared = self._turns.are_shared(now_s)
         least_s = self._waiting.least_target_s(self._objective.latency_s) if shared else math.inf
@@ -184,9 +183,9 @@ class BatchChoice:
             return None
         if isinstance(decided.found, Linger):
             return decided.found
-        return self._chosen(decided, decided.found, device, tags, runs, now_s)
+        return self._chosen(decided, decided.found, device, tags, now_s)
 
-    def between(self, running: BatchRun, runs: BatchRuns, now_s: float) -> ChosenBatch | None:
+    def between(self, running: BatchRun, now_s: float) -> ChosenBatch | None:
         """Return rows of other tenants to run between the layers of a batch, the least tag first, if that
         pays."""
         own = {row.spec.tenant_id for row in running.rows}
@@ -201,7 +200,7 @@ class BatchChoice:
         tags = self._turns.tags(self._waiting.by_due(), device.row_s)
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)
-            found = self._select(key, group.width, most, tags, runs, without=own)
+            found = self._waiting.select(key, group.width, most, tags, without=own)
             others = len(running.rows)
             rest, _ = fitting(found, self._limits, others=others, other_tokens=others * running.width)
             if count := long_batch.rows_between(self._curve, width=group.width, rows=rest):
@@ -226,10 +225,10 @@ class BatchChoice:
             yield Decided(key, group, found, expected)
 
     def _chosen(
-        self, decided: Decided, found: Flush, device: Device, tags: Tags | None, runs: BatchRuns, now_s: float
+        self, decided: Decided, found: Flush, device: Device, tags: Tags | None, now_s: float
     ) -> ChosenBatch:
         group = decided.group
-        chosen = self._select(decided.key, None if group.mixed else group.width, found.rows, tags, runs)
+        chosen = self._waiting.select(decided.key, None if group.mixed else group.width, found.rows, tags)
         count, cut = fitting(chosen, self._limits)
         chosen = chosen[:count]
         width = mixed_width(mean_width(chosen)) if group.mixed else group.width
@@ -239,22 +238,6 @@ class BatchChoice:
         window = window_of(width, found.bound, decided.expected, group.target_s)
         most_rows = device.rows_of(group)[0] if cut is None else count
         return ChosenBatch(rows, width, cut or found.cause, window, most_rows)
-
-    def _select(
-        self,
-        key: BatchKey,
-        width: int | None,
-        most: int,
-        tags: Tags | None,
-        runs: BatchRuns,
-        without: Collection[str] = (),
-    ) -> list[WaitingRow]:
-        """See ``WaitingRows.select``."""
-        running = Counter(row.spec.tenant_id for run in runs for row in run.rows)
-        leases = self._turns.leases
-        return self._waiting.select(
-            key, width, most, leases=leases, running=running, tags=tags, without=without
-        )
 
     def _started(self, chosen: Sequence[WaitingRow], width: int, now_s: float) -> list[LiveRow]:
         """Remove rows that start, and charge their tenants' turns."""

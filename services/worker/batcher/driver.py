@@ -17,7 +17,7 @@ from msgspec import structs
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput
 from services.core.fixed_cost.rows import RowEnd, RowSpec
-from services.core.fleet import PoolSnapshot, TenantSlots
+from services.core.fleet import PoolSnapshot
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.worker.batcher.batch_choice import BatchChoice
@@ -166,9 +166,6 @@ class Batcher:
         for row in self._choice.take(rows):
             self._end(row, RowEnd(), "CANCELLED")
 
-    def lease(self, slots: TenantSlots) -> None:
-        self._choice.lease(slots)
-
     def sweep(self, now_s: float) -> None:
         """End rows whose deadline passes, and batches that hang."""
         for row in self._choice.take_late(now_s):
@@ -292,7 +289,7 @@ class Batcher:
         if search is not None:
             self._search_on(search)
             return
-        found = self._choice.next(self._runs, now_s, draining=self._context.draining())
+        found = self._choice.next(now_s, draining=self._context.draining())
         if isinstance(found, Linger):
             self._context.call_later(found.until_s - now_s, self._timer(self._decision))
         elif found is not None:
@@ -317,7 +314,7 @@ class Batcher:
         """Run rows of other tenants between the layers of a batch, if that pays."""
         if not self._model.pauses or self._runs.has_between or running.search is not None:
             return
-        found = self._choice.between(running, self._runs, now_s)
+        found = self._choice.between(running, now_s)
         if found is not None:
             self._runs.start_between(found.rows, found.width, found.cause.value)
 

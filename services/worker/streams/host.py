@@ -7,7 +7,7 @@ from typing import Final
 
 from services.core.errors import InvalidInput
 from services.core.fixed_cost.rows import RowSpec
-from services.core.fleet import TenantCounter, TenantSlots
+from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
@@ -51,7 +51,6 @@ class SequenceHost:
         self.changed = changed
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
-        self._leased: dict[str, dict[str, TenantSlots]] = {}  # leased slots by version and tenant
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
@@ -62,9 +61,6 @@ class SequenceHost:
 
     def on_leader(self, epoch: int) -> None:
         """Record a contact with a leader: reject grants of lower epochs, and fallback placements."""
-        if epoch > self.grants.epoch:  # the new leader leases anew
-            leased = [(digest, tenant) for digest, slots in self._leased.items() for tenant in slots]
-            self.on_tenant_slots(TenantSlots(digest, tenant, 0) for digest, tenant in leased)
         self.grants.on_leader(epoch)
         if self._fallback is not None:
             self._fallback.record_contact()
@@ -202,8 +198,6 @@ class SequenceHost:
         assert table.version_digest not in self._row_tables, "the version has a batcher already"
         self._row_tables[table.version_digest] = table
         self._closed_to.discard(table.version_digest)
-        for slots in self._leased.get(table.version_digest, {}).values():
-            table.lease(slots)
         self.changed()
 
     def remove_rows(self, table: RowTable) -> None:
@@ -218,19 +212,6 @@ class SequenceHost:
 
     def row_tables(self) -> Iterable[RowTable]:
         return self._row_tables.values()
-
-    def on_tenant_slots(self, leased: Iterable[TenantSlots]) -> None:
-        """Replace what tenants were leased here. Bounded: a leader leases this worker's slots only."""
-        for slots in leased:
-            tenants = self._leased.setdefault(slots.digest, {})
-            if slots.slots:
-                tenants[slots.tenant] = slots
-            else:
-                tenants.pop(slots.tenant, None)
-            if not tenants:
-                del self._leased[slots.digest]
-            if (table := self._row_tables.get(slots.digest)) is not None:
-                table.lease(slots)
 
     def _row_refusal(self, spec: RowSpec) -> NotAdmittedReason | None:
         if spec.incarnation != self.grants.incarnation or not spec.incarnation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from services.core.fixed_cost.rows import RowEnd, RowSpec
-from services.core.fleet import PoolSnapshot, TenantSlots
+from services.core.fleet import PoolSnapshot
 
 if TYPE_CHECKING:
     from services.worker.streams.outbox import Outbox
@@ -63,9 +63,6 @@ class RowTable(Protocol):
 
     def cancel(self, rows: Sequence[LiveRow]) -> None:
         """Drop rows that the gateway does not wait for any more."""
-
-    def lease(self, slots: TenantSlots) -> None:
-        """Replace what one tenant was leased."""
 
     def sweep(self, now_s: float) -> None:
         """Apply time limits. Called several times a second."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from services.core.fleet import TenantSlots
 from services.worker.batcher.policy.waiting import WaitingRow
 
 TURN_RATIO: Final = 0.5  # most of the objective that a batch takes while tenants share the device
@@ -25,22 +24,9 @@ class TenantTurns:
     """Single writer: the batcher."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, TenantSlots] = {}
         self._seen_s: dict[str, float] = {}  # last row of each tenant, the oldest first
         self._virtual_s = 0.0
         self._served_s: dict[str, float] = {}  # virtual, by tenant; others are at the device's
-
-    @property
-    def leases(self) -> dict[str, int]:
-        """The slots that tenants were leased."""
-        return {tenant: leased.slots for tenant, leased in self._leases.items()}
-
-    def lease(self, slots: TenantSlots) -> None:
-        """Replace what one tenant was leased."""
-        if slots.slots:
-            self._leases[slots.tenant] = slots
-        else:
-            self._leases.pop(slots.tenant, None)
 
     def seen(self, tenant: str, now_s: float) -> None:
         """Record that the tenant has rows here."""
@@ -67,19 +53,15 @@ class TenantTurns:
             found[row.number] = tag
             if (cost := costs.get(width)) is None:
                 cost = costs[width] = cost_s(width)
-            begin_s[tenant] = tag + cost / self._weight_of(tenant)
+            begin_s[tenant] = tag + cost / row.weight
         return found
 
-    def started(self, rows: Mapping[str, int], row_s: float, now_s: float) -> None:
-        """Charge a batch that starts: so many rows of each tenant, of ``row_s`` seconds each."""
-        begin_s = {tenant: max(self._virtual_s, self._served_s.get(tenant, 0.0)) for tenant in rows}
+    def started(self, shares_s: Mapping[str, float], now_s: float) -> None:
+        """Charge a batch that starts: of each tenant the seconds of its rows over their weight."""
+        begin_s = {tenant: max(self._virtual_s, self._served_s.get(tenant, 0.0)) for tenant in shares_s}
         self._virtual_s = min(begin_s.values())
-        for tenant, count in rows.items():
-            self._served_s[tenant] = begin_s[tenant] + count * row_s / self._weight_of(tenant)
+        for tenant, share_s in shares_s.items():
+            self._served_s[tenant] = begin_s[tenant] + share_s
             self.seen(tenant, now_s)
         if len(self._served_s) > _MOST_TENANTS:
             self._served_s = {name: at_s for name, at_s in self._served_s.items() if at_s > self._virtual_s}
-
-    def _weight_of(self, tenant: str) -> float:
-        leased = self._leases.get(tenant)
-        return 1.0 if leased is None else leased.weight

@@ -1,9 +1,6 @@
-"""The rows that wait for a batch: bounded, in order of deadline within what their tenants were leased. Pure.
+"""The rows that wait for a batch: bounded, by deadline, and while tenants share the device by their turns.
 
-While tenants share the device, their turns (``turns``) come before deadlines.
-
-The scheduler leases slots to tenants; a row is within its tenant's lease while the tenant has no more rows
-running and ahead of it. Rows beyond a lease fill what room the others leave.
+Pure.
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ class WaitingRow:
     target_s: float  # the latency target
     deadline_s: float = float("inf")  # instant at which the client stops waiting
     input_bytes: int = 0
+    weight: float = 1.0  # the tenant's share of the device
 
     @property
     def due_s(self) -> float:
@@ -173,27 +171,15 @@ class WaitingRows:
         key: BatchKey,
         width: int | None,
         rows: int,
-        *,
-        leases: Mapping[str, int],
-        running: Mapping[str, int],
         tags: Tags | None = None,
+        *,
         without: Collection[str] = (),
     ) -> list[WaitingRow]:
-        """Return up to ``rows`` rows of a group: those within a lease by deadline, then others by deadline.
+        """Return up to ``rows`` rows of a group by tag, then by deadline.
 
-        ``width`` None selects rows of all widths. ``running`` counts each tenant's rows in batches that run;
-        a missing tenant has none. ``tags`` decide before leases do, so that a tenant without a lease has its
-        turn. Rows of the tenants in ``without`` are left out.
+        ``width`` None selects rows of all widths. Rows of the tenants in ``without`` are left out.
         """
-        used = Counter(running)
-        within: list[WaitingRow] = []
-        beyond: list[WaitingRow] = []
-        for _, _, row in self._entries_of(key, width):
-            if row.tenant in without:
-                continue
-            used[row.tenant] += 1
-            (within if used[row.tenant] <= leases.get(row.tenant, 0) else beyond).append(row)
-        found = [*within, *beyond]
+        found = [row for _, _, row in self._entries_of(key, width) if row.tenant not in without]
         if tags is not None:
             found.sort(key=lambda row: tags[row.number])
         return found[:rows]

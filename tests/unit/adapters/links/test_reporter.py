@@ -14,7 +14,7 @@ import pytest
 from services.adapters.links.report_deltas import DeltaKeeper, PrefixBacklog
 from services.adapters.links.reporter import Reporter, ReporterSettings
 from services.core.errors import FairwayError, InvalidInput, NoLeader
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantSlots, TenantTokens
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantTokens
 from services.core.records import Priority
 from services.ports.streams.report_stream import ReportAnswer
 from services.runtime.clock import SystemClock
@@ -80,7 +80,6 @@ class Worker:
     def __init__(self) -> None:
         self.happened: list[str] = []
         self.counters: list[TenantCounter] = []
-        self.slots: list[TenantSlots] = []
         self.seen: list[int] = []
         self.prefixes: list[int] = []
         self.incarnation = 100
@@ -119,7 +118,6 @@ async def reporting(
         worker.snapshot,
         on_leader=worker.on_leader,
         on_counters=worker.counters.extend,
-        on_tenant_slots=worker.slots.extend,
         settings=ReporterSettings(
             gap_s=0.002,
             tight_gap_s=0.001,
@@ -153,10 +151,9 @@ async def test_a_leader_is_heard_before_the_first_snapshot_which_is_whole(leader
         await until(lambda: leader.streams and len(leader.streams[0].reports) > 1)
         assert worker.happened[:3] == ["epoch 3", "whole", "changes"]
         assert reporter.last_epoch == 3
-        slots = TenantSlots("d", "t1", 7)
-        leader.streams[0].answer(ReportAnswer(3, 1, (COUNTER,), (slots,)))
+        leader.streams[0].answer(ReportAnswer(3, 1, (COUNTER,)))
         await until(lambda: worker.counters)
-        assert (worker.counters, worker.slots) == ([COUNTER], [slots])
+        assert worker.counters == [COUNTER]
     assert leader.streams[0].closed
 
 

@@ -77,6 +77,7 @@ class Gateway:
             deadline_s=now_s + within_s,
             target_s=target_s,
             received_s=now_s - 0.25,
+            tenant_weight=3.0,
         )
         task = asyncio.ensure_future(self.runner.run(request))
         self.tasks.append(task)
@@ -159,11 +160,11 @@ async def test_rows_of_another_tenant_are_not_ahead(gateway: Gateway) -> None:
     assert not task.done()
 
 
-async def test_a_row_carries_its_target_and_how_much_of_it_passed(gateway: Gateway) -> None:
+async def test_a_row_carries_its_weight_its_target_and_how_much_of_it_passed(gateway: Gateway) -> None:
     await gateway.send(15, 60.0, target_s=0.5)
     await gateway.turn(TURN_S)
     specs = gateway.worker.specs
-    assert {spec.target_s for spec in specs} == {0.5}
+    assert {(spec.target_s, spec.tenant_weight) for spec in specs} == {(0.5, 3.0)}
     assert [spec.waited_s for spec in specs] == pytest.approx([0.25] * 10 + [0.26] * 5)
     await gateway.turn(TURN_S)
     explained = gateway.explanations.find("r0")

@@ -16,7 +16,7 @@ from services.adapters.links.reporter import ReporterSettings, report_gap_s
 from services.core.errors import Conflict
 from services.core.fixed_cost.rows import RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
-from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantSlots, TenantTokens
+from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.gateway.rows.demands import SlotDemands
@@ -267,7 +267,6 @@ class ModelLeader:
         self.view = FleetView(epoch, FleetLimits(), StepTimes())
         self.ledger = ServiceLedger(LedgerPolicy())
         self.lessor = fleet.lessor_type(self.view, self.ledger.shares)
-        self.streams: set[int] = set()
 
     def demand(self, gateway: ModelRowGateway, demands: list[SlotDemand], returned: list[SlotReturn]) -> None:
         self.lessor.demand(gateway.gateway_id, "", demands, returned, self.fleet.clock.now_s)
@@ -279,8 +278,7 @@ class ModelLeader:
         except Conflict:
             return
         self.ledger.report(snapshot)
-        self.lessor.reported(snapshot, now_s, first=stream not in self.streams)
-        self.streams.add(stream)
+        self.lessor.reported(snapshot, now_s)
         self.lessor.changed(changed)
 
     def step(self) -> None:
@@ -293,8 +291,6 @@ class ModelLeader:
             gateway = self.fleet.gateway(gateway_id)
             if gateway.alive:
                 gateway.down.send(lambda gateway=gateway, leases=leases: gateway.leases.on_leases(leases))  # type: ignore[misc]
-        for worker_id, tenants in self.lessor.take_tenant_slots().items():
-            self.fleet.tenant_slots.update({(worker_id, found.tenant): found for found in tenants})
         self.lessor.check_integrity()
 
 
@@ -308,7 +304,6 @@ class SlotFleet:
     clock: HandClock = field(default_factory=HandClock)
     served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # device seconds
     finished: Counter[str] = field(default_factory=Counter)
-    tenant_slots: dict[tuple[str, str], TenantSlots] = field(default_factory=dict)  # by worker and tenant
 
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)

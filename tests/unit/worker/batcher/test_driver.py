@@ -10,7 +10,6 @@ import pytest
 from msgspec import structs
 
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fleet import TenantSlots
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
@@ -110,13 +109,25 @@ def costly(model: RowModel) -> RowModel:
 
 def test_a_burst_shares_the_batch_with_another_tenants_rows() -> None:
     scripted = Scripted(costly(VECTORS))
-    scripted.batcher.lease(TenantSlots(DIGEST, "leased", 20))
     scripted.start()
     for _ in range(99):
         scripted.start(tenant_id="greedy")
-    modest = [scripted.start(tenant_id="leased") for _ in range(5)]
+    modest = [scripted.start(tenant_id="modest") for _ in range(5)]
     scripted.answer()
     assert set(modest) <= set(scripted.running()[:10])
+
+
+def test_weights_divide_the_device_among_tenants() -> None:
+    scripted = Scripted(costly(VECTORS))
+    scripted.start()
+    for _ in range(60):
+        scripted.start(tenant_id="light")
+    heavy = [scripted.start(tenant_id="heavy", tenant_weight=3.0) for _ in range(60)]
+    ran: list[int] = []
+    while len(ran) < 60:
+        scripted.answer()
+        ran += scripted.running()
+    assert 0.7 <= len(set(heavy).intersection(ran)) / len(ran) <= 0.8
 
 
 def test_a_full_batcher_has_no_room(scripted: Scripted) -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from services.core.errors import InvalidInput
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
-from services.core.fleet import PoolSnapshot, TenantSlots, TenantTokens
+from services.core.fleet import PoolSnapshot, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.worker.agent.report import WorkerIdentity, take_snapshot
@@ -36,7 +36,6 @@ class Table:
     row_slots: int = 16
     rows: list[LiveRow] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    leases: dict[str, int] = field(default_factory=dict)
 
     @property
     def alone(self) -> int:
@@ -52,9 +51,6 @@ class Table:
 
     def cancel(self, rows: Sequence[LiveRow]) -> None:
         self.cancelled += [row.handle for row in rows]
-
-    def lease(self, slots: TenantSlots) -> None:
-        self.leases[slots.tenant] = slots.slots
 
     def sweep(self, now_s: float) -> None: ...
 
@@ -157,20 +153,6 @@ def test_ends_leave_in_frames_of_bounded_size(host: SequenceHost, table: Table) 
         row.end(RowEnd(outputs))
     frames = [frame.rows for frame in iter(stream.take, None)]
     assert [[handle for handle, _ in rows] for rows in frames] == [[1, 2], [3]]
-
-
-def test_a_leader_leases_and_the_next_one_leases_anew(host: SequenceHost, table: Table) -> None:
-    host.on_tenant_slots([TenantSlots(DIGEST, "a", 3), TenantSlots("sha256:later", "a", 4)])
-    assert table.leases == {"a": 3}
-    later = Table("sha256:later")
-    host.add_rows(later)
-    assert later.leases == {"a": 4}
-    host.on_leader(2)
-    assert table.leases == {"a": 3}
-    host.on_leader(3)
-    assert table.leases == later.leases == {"a": 0}
-    host.remove_rows(later)
-    assert host.row_table("sha256:later") is None
 
 
 def test_the_report_has_the_pool_and_what_tenants_used(host: SequenceHost) -> None:

@@ -7,7 +7,6 @@ from random import Random
 import pytest
 
 from services.core.fixed_cost.tensors import Operation
-from services.core.fleet import TenantSlots
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import BatchLimits, Device, FlushCause
@@ -26,8 +25,6 @@ def cost_s(width: int) -> float:
 def served(widths: dict[str, int], weights: dict[str, float], rows: int) -> dict[str, float]:
     """Return the device time of tenants that always have ten rows, after so many single rows."""
     turns, waiting, rng = TenantTurns(), WaitingRows(), Random(3)
-    for name, weight in weights.items():
-        turns.lease(TenantSlots("d", name, 10, weight))
     found = dict.fromkeys(widths, 0.0)
     number = 0
 
@@ -35,7 +32,8 @@ def served(widths: dict[str, int], weights: dict[str, float], rows: int) -> dict
         nonlocal number
         number += 1
         due_s = rng.random()
-        row = WaitingRow(number, name, KEY, widths[name], 0.0, due_s, due_s)
+        weight = weights.get(name, 1.0)
+        row = WaitingRow(number, name, KEY, widths[name], 0.0, due_s, due_s, weight=weight)
         waiting.add(row, CURVE, LIMITS, now_s=0.0)
 
     for name in widths:
@@ -44,9 +42,9 @@ def served(widths: dict[str, int], weights: dict[str, float], rows: int) -> dict
     for _ in range(rows):
         tags = turns.tags(waiting.by_due(), cost_s)
         key, group = next(waiting.groups(tags))
-        row = waiting.select(key, group.width, 1, leases=turns.leases, running={}, tags=tags)[0]
+        row = waiting.select(key, group.width, 1, tags)[0]
         waiting.remove((row.number,))
-        turns.started({row.tenant: 1}, cost_s(row.width), 0.0)
+        turns.started({row.tenant: cost_s(row.width) / row.weight}, 0.0)
         found[row.tenant] += cost_s(row.width)
         add(row.tenant)
     waiting.check_integrity()
@@ -67,27 +65,26 @@ def row(number: int, tenant: str, due_s: float, width: int = 64) -> WaitingRow:
 def test_a_backlog_does_not_stand_before_a_single_row() -> None:
     turns = TenantTurns()
     backlog = [row(number, "whale", 1.0) for number in range(50)]
-    turns.started({"whale": 1}, cost_s(64), 0.0)
+    turns.started({"whale": cost_s(64)}, 0.0)
     tags = turns.tags([*backlog, row(99, "minnow", 9.0)], cost_s)
     assert sorted(tags, key=tags.__getitem__)[0] == 99
     assert [tags[one.number] for one in backlog] == sorted(tags[one.number] for one in backlog)
 
 
-def test_a_tenant_without_a_lease_has_its_turn() -> None:
+def test_a_tenant_that_begins_has_its_turn() -> None:
     """And keeps no other tenant's group waiting: the batch of the least tag has the row of that tag."""
     turns, waiting = TenantTurns(), WaitingRows()
-    turns.lease(TenantSlots("d", "leased", 200))
-    rows = [row(number, "leased", 0.1) for number in range(40)]
+    rows = [row(number, "busy", 0.1) for number in range(40)]
     for one in [*rows, row(90, "newcomer", 0.9), row(91, "narrow", 0.9, width=8)]:
         waiting.add(one, CURVE, LIMITS, now_s=0.0)
-    turns.started({"leased": 1}, cost_s(64), 0.0)
+    turns.started({"busy": cost_s(64)}, 0.0)
     served: list[str] = []
     for _ in range(6):
         tags = turns.tags(waiting.by_due(), cost_s)
         key, group = next(waiting.groups(tags))
-        chosen = waiting.select(key, group.width, 1, leases=turns.leases, running={}, tags=tags)[0]
+        chosen = waiting.select(key, group.width, 1, tags)[0]
         waiting.remove((chosen.number,))
-        turns.started({chosen.tenant: 1}, cost_s(chosen.width), 0.0)
+        turns.started({chosen.tenant: cost_s(chosen.width)}, 0.0)
         served.append(chosen.tenant)
     assert {"newcomer", "narrow"} <= set(served[:3])
 
@@ -95,7 +92,7 @@ def test_a_tenant_without_a_lease_has_its_turn() -> None:
 def test_time_alone_is_not_held_against_a_tenant() -> None:
     turns = TenantTurns()
     for _ in range(1000):
-        turns.started({"whale": 1}, 1.0, 0.0)
+        turns.started({"whale": 1.0}, 0.0)
     tags = turns.tags([row(1, "whale", 0.0), row(2, "minnow", 0.0), row(3, "minnow", 0.0)], lambda _: 1.0)
     assert tags[2] == 999.0
     assert tags[1] == tags[3] == 1000.0

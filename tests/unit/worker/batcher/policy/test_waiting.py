@@ -1,4 +1,4 @@
-"""The queue: bounded, in order, within leases; what cannot be in time is rejected when it arrives."""
+"""The queue: bounded, in order; what cannot be in time is rejected when it arrives."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ def add(waiting: WaitingRows, *rows: WaitingRow, **more: float) -> list[Admissio
     return [waiting.add(each, CURVE, LIMITS, now_s=0.0, **more) for each in rows]
 
 
-def numbers(waiting: WaitingRows, rows: int = 100, **leases: int) -> list[int]:
-    found = waiting.select(KEYS[0], 8, rows, leases=leases, running={})
-    return [each.number for each in found]
+def numbers(waiting: WaitingRows, rows: int = 100) -> list[int]:
+    return [each.number for each in waiting.select(KEYS[0], 8, rows)]
 
 
 def test_it_is_bounded() -> None:
@@ -49,15 +48,13 @@ def test_it_is_bounded() -> None:
     assert add(waiting, row(3)) == [RowAccepted()]
 
 
-def test_deadlines_order_rows_within_leases_and_others_fill_the_rest() -> None:
+def test_tags_order_rows_and_deadlines_those_of_one_tag() -> None:
     waiting = WaitingRows()
-    greedy = [row(number, tenant="greedy", by_s=0.1 + number / 100) for number in range(6)]
-    add(waiting, *greedy, row(6, tenant="calm", by_s=5.0), row(7, tenant="calm", by_s=4.0))
-    assert numbers(waiting, greedy=2, calm=4) == [0, 1, 7, 6, 2, 3, 4, 5]
-    assert numbers(waiting, 3, greedy=2, calm=4) == [0, 1, 7]
-    running = waiting.select(KEYS[0], 8, 2, leases={"greedy": 2, "calm": 4}, running={"greedy": 2})
-    assert [each.number for each in running] == [7, 6]
-    assert numbers(waiting, 2) == [0, 1]  # no leases: by deadline
+    add(waiting, row(0, by_s=0.1), row(1, by_s=0.2), row(2, by_s=5.0, tenant="calm"), row(3, by_s=4.0))
+    tags = {0: 1.0, 1: 2.0, 2: 0.0, 3: 0.0}
+    assert [each.number for each in waiting.select(KEYS[0], 8, 3, tags)] == [3, 2, 0]
+    assert [each.number for each in waiting.select(KEYS[0], 8, 9, tags, without=["calm"])] == [3, 0, 1]
+    assert numbers(waiting, 2) == [0, 1]
 
 
 def test_what_cannot_be_in_time_is_rejected_with_the_time() -> None:
@@ -108,7 +105,7 @@ def test_rows_of_all_widths_form_one_group_of_each_key() -> None:
     found = list(waiting.mixed_groups(lambda mean: round(10 * mean)))
     assert [key for key, _ in found] == [KEYS[1], KEYS[0]]
     assert found[1][1] == WaitingGroup(200, 4, -1.0, 2.0, 2.0, 50.0, mixed=True, tokens=80)
-    chosen = waiting.select(KEYS[0], None, 3, leases={}, running={})
+    chosen = waiting.select(KEYS[0], None, 3)
     assert [each.number for each in chosen] == [1, 2, 4]
 
 
@@ -147,7 +144,7 @@ def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]
         waiting.check_integrity()
         assert len(waiting) == len(expected) <= 20
     for of, group in list(waiting.groups()):
-        taken = waiting.select(of, group.width, 7, leases={}, running={})
+        taken = waiting.select(of, group.width, 7)
         assert [each.due_s for each in taken] == sorted(each.due_s for each in taken)
         waiting.remove(each.number for each in taken)
         expected -= {each.number for each in taken}
