@@ -12,7 +12,7 @@ from tests.support.stack import fairway
 
 
 def test_a_test_without_the_mark_starts_no_installation(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="test_stages.py::test_a_test_without"):
+    with pytest.raises(AssertionError, match="test_a_test_without_the_mark"):
         fairway("up", "--detach", "--state-dir", str(tmp_path))
 
 
