@@ -7,8 +7,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := .venv/bin
 ARGS ?=
-# Tests wait more than they compute; a group stays in one process (tests/conftest.py).
-TEST_PROCESSES ?= 6
+# Tests wait more than they compute; a group stays in one process (tests/support/groups.py).
+TEST_PROCESSES ?= 4
+DAILY := not sweep and not long
 OPENAI := 3.52.0
 TRITONCLIENT := 2.73.0
 ANTHROPIC := 2.14.0
@@ -17,7 +18,7 @@ TRITON := 3.6.0
 MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help up down status setup setup-dev test test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
+.PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
 	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
@@ -47,10 +48,22 @@ setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
 # Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
-test test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
+test-quick test-stack test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
-test: setup-dev e2e-env s3-env ## Run the tests but for the long ones, about 10 minutes on two cores
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not sweep and not long" $(ARGS)
+test: ## Run the tests but for the long ones: test-quick, then test-stack; with ARGS, what these name of both
+ifeq ($(ARGS),)
+	@$(MAKE) --no-print-directory test-quick
+	@$(MAKE) --no-print-directory test-stack
+else
+	@$(MAKE) --no-print-directory setup-dev e2e-env s3-env
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "$(DAILY)" $(ARGS)
+endif
+
+test-quick: setup-dev s3-env ## Run those that start no installation (at most 4 minutes on two cores)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not stack and $(DAILY)" $(ARGS)
+
+test-stack: setup-dev e2e-env ## Run those on installations, one for each kind of configuration (at most 4 minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "stack and $(DAILY)" $(ARGS)
 
 test-long: setup-dev e2e-env s3-env ## Run the tests in tests/long_tests.txt (about 15 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "long and not sweep" $(ARGS)
@@ -64,11 +77,12 @@ floor: e2e-env s3-env ## Run what depends on the interpreter on the oldest and t
 test-pythons: e2e-env s3-env ## Run all tests on both, each in an environment of its own (minutes each)
 	@$(PYTHON) scripts/pythons.py all $(ARGS)
 
-verify: setup-dev ## Everything that must hold before a change is merged
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target checks
-	@$(MAKE) --no-print-directory test
+# The tests on installations wait more than the others, the checks compute: one beside the other.
+verify: setup-dev e2e-env s3-env ## Everything that must hold before a change is merged (10 minutes on two cores)
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-stack checks
+	@$(MAKE) --no-print-directory test-quick
 
-checks: floor lint types imports stubs-check
+checks: lint imports stubs-check types floor
 
 verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,8 +25,9 @@ from xdist.remote import Producer
 
 from fairway.cli import embedded
 from services.runtime.telemetry import logging
-from tests.support import groups, local_servers
+from tests.support import groups, installations, local_servers
 from tests.support.object_store import ObjectStore
+from tests.support.stack import Stack
 
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.5"
 REDIS_IMAGE = "redis:7-alpine"
@@ -276,7 +277,58 @@ def _docker_accepts() -> bool:
     return True
 
 
+@pytest.fixture(scope="session", name=installations.GATE)
+def marked_as_stack() -> None:
+    """What a test or fixture that starts an installation uses."""
+
+
+@pytest.fixture(scope="session")
+def usual(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
+    """An installation with two workers and two replicas of the bundled model."""
+    with _shared("usual", tmp_path_factory) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def two_gateways(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
+    """An installation of which gateways and control planes may be killed; its device time has a price."""
+    with _shared("two_gateways", tmp_path_factory) as running:
+        yield running
+
+
+def _shared(name: str, folders: pytest.TempPathFactory) -> contextlib.AbstractContextManager[Stack]:
+    kind = installations.KINDS[name]
+    return Stack.started(
+        folders.mktemp(name) / "state",
+        workers=kind.workers,
+        replicas=kind.replicas,
+        gateways=kind.gateways,
+        settings={"FAIRWAY_SHEDDING": "false", **kind.settings},
+        options=kind.options,
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadgroup = hasattr(config, "workerinput")  # ids end with the installation that tests share
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests of installations run, the files that have none are not imported."""
+    only = config.getoption("markexpr").startswith(installations.STACK_STAGE)
+    left_out = (
+        only and collection_path.name.startswith("test_") and not installations.may_use_one(collection_path)
+    )
+    return left_out or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with installations.running(item):
+        return (yield)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
+    installations.mark(item)
     if "::".join(item.nodeid.partition("[")[0].split("::")[:2]) in LONG_TESTS:
         item.add_marker(pytest.mark.long)
 

@@ -41,7 +41,7 @@ class Heard:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def pair(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
     """An installation with two gateways, one worker, and leases that lapse quickly."""
     state = tmp_path_factory.mktemp("fairway") / "state"
     settings = {"FAIRWAY_IDEMPOTENCY_LEASE_S": str(LEASE_S)}

@@ -158,7 +158,7 @@ async def test_a_kill_under_32_streams(stack: Stack, victim: str) -> None:
     assert (await run_streams(stack, None))[0].finished is not None
 
 
-async def test_the_only_replica_comes_back_and_goes_on(tmp_path: Path) -> None:
+async def test_the_only_replica_comes_back_and_goes_on(tmp_path: Path, installations: None) -> None:
     with Stack.started(tmp_path / "state", workers=1, replicas=1) as lone:
         await lone.wait_workers(lambda state: at_rest(state, 1), 60)
         for victim in ("engine", "worker"):

@@ -19,7 +19,7 @@ SETTINGS = {
 }
 
 
-async def test_streams_that_are_handed_back_end_as_if_alone(tmp_path: Path) -> None:
+async def test_streams_that_are_handed_back_end_as_if_alone(tmp_path: Path, installations: None) -> None:
     rested = partial(at_rest, workers=1)
     with Stack.started(tmp_path / "state", workers=1, replicas=1, settings=SETTINGS) as tight:
         await tight.wait_workers(rested, 60)

@@ -215,7 +215,7 @@ async def tenants_of(stack: Stack, keys: Mapping[str, str]) -> AsyncIterator[Ten
 
 
 @pytest.fixture
-def paced(tmp_path: Path) -> Iterator[tuple[Stack, dict[str, str]]]:
+def paced(tmp_path: Path, installations: None) -> Iterator[tuple[Stack, dict[str, str]]]:
     with installed(tmp_path / "state", PACED) as found:
         yield found
 
@@ -323,7 +323,7 @@ def first_come_apart(total_tokens: float) -> float:
 
 
 @pytest.fixture
-def backlogged(tmp_path: Path) -> Iterator[tuple[Stack, dict[str, str]]]:
+def backlogged(tmp_path: Path, installations: None) -> Iterator[tuple[Stack, dict[str, str]]]:
     with installed(tmp_path / "state", BACKLOGGED) as found:
         yield found
 

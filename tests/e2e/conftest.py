@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One installation for the whole suite, with two workers and two replicas of the bundled model.
-
-    A test that changes it leaves it as it was. Nothing is shed, however slow the machine that it shares is.
-    """
-    state = tmp_path_factory.mktemp("fairway") / "state"
-    with Stack.started(state, workers=2, replicas=2, settings={"FAIRWAY_SHEDDING": "false"}) as running:
-        yield running
+def stack(usual: Stack) -> Stack:
+    """The installation that these tests share. A test that changes it leaves it as it was."""
+    return usual
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,9 @@ from fairway.v1 import inference_pb2_grpc
 from tests.support.stack import metadata
 
 
-async def test_the_null_executor_streams_as_many_tokens_as_were_requested(tmp_path: Path) -> None:
+async def test_the_null_executor_streams_as_many_tokens_as_were_requested(
+    tmp_path: Path, installations: None
+) -> None:
     with NullStack.started(tmp_path) as stack:
         generation = pb.Generation(model=stack.model, prompt="x", max_output_tokens=50, ignore_eos=True)
         async with grpc.aio.insecure_channel(stack.grpc) as channel:

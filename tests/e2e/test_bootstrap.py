@@ -51,7 +51,7 @@ def test_bootstrap_without_an_admin_key_says_where_it_belongs(stack: Stack, tmp_
     assert "FAIRWAY_ADMIN_KEY_FILE" in done.stderr
 
 
-def test_a_restart_keeps_what_operators_changed_or_deleted(tmp_path: Path) -> None:
+def test_a_restart_keeps_what_operators_changed_or_deleted(tmp_path: Path, installations: None) -> None:
     """On real stores: an updated deployment keeps its version, a deleted one stays deleted."""
     state = ("--state-dir", str(tmp_path / "state"))
 

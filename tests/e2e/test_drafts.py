@@ -54,7 +54,7 @@ def write_model(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
     """``worker-0`` has a draft propose, ``worker-1`` computes one token after the other."""
     root = tmp_path_factory.mktemp("drafts")
     settings = {"FAIRWAY_SHEDDING": "false", "FAIRWAY_PREFIX_ROUTING": "false", "FAIRWAY_MAX_SEQUENCES": "4"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -20,26 +20,25 @@ from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from tests.support.fixed_cost import save_last_token
 from tests.support.row_versions import mlp_version
-from tests.support.stack import ROOT, Stack, fairway, kill, metadata
+from tests.support.stack import ROOT, Stack, at_rest, fairway, kill, metadata
 
 MODEL = "mlp"
 Values = NDArray[np.float32]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack.started(tmp_path_factory.mktemp("rows") / "state", workers=2, replicas=1) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def folder(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the model's files, once it is deployed on both workers."""
-    found = mlp_version(tmp_path_factory.mktemp("mlp") / "model")
+@contextlib.asynccontextmanager
+async def deployed(stack: Stack, folder: Path, name: str, *, replicas: int) -> AsyncIterator[None]:
+    """Publish and serve the folder's model; leave the installation without it."""
     state = ("--state-dir", str(stack.state))
-    fairway("models", "publish", str(found), "--name", MODEL, *state)
-    fairway("deployments", "create", MODEL, "--replicas", "2", "--wait", *state)
-    return found
+    fairway("models", "publish", str(folder), "--name", name, "--tag", "latest", *state)
+    fairway("deployments", "create", name, "--replicas", str(replicas), "--wait", *state)
+    try:
+        yield
+    finally:
+        fairway("deployments", "delete", name, "--yes", *state)
+        await stack.wait_workers(at_rest, timeout_s=60)
+        fairway("models", "delete", name, "latest", "--yes", *state)
+        stack.wait_ready()
 
 
 async def infer(stack: Stack, values: Values) -> Values:
@@ -60,16 +59,18 @@ def expected(folder: Path, values: Values) -> Values:
     return np.stack([outputs[model.facts.outputs[0].name] for outputs in found])
 
 
-async def test_rows_are_computed_by_the_workers_and_outlive_the_leader(stack: Stack, folder: Path) -> None:
+async def test_rows_are_computed_by_the_workers_and_outlive_the_leader(stack: Stack, tmp_path: Path) -> None:
+    folder = mlp_version(tmp_path / "model")
     values = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
-    found = await infer(stack, values)
-    assert np.allclose(found, expected(folder, values), atol=1e-5)
-    answers = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
-    assert np.allclose(np.concatenate(answers), found, atol=1e-5)
-    (scheduler, *_) = stack.pids("services scheduler")
-    kill(scheduler)
-    again = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
-    assert np.allclose(np.concatenate(again), found, atol=1e-5)
+    async with deployed(stack, folder, MODEL, replicas=2):
+        found = await infer(stack, values)
+        assert np.allclose(found, expected(folder, values), atol=1e-5)
+        answers = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
+        assert np.allclose(np.concatenate(answers), found, atol=1e-5)
+        (scheduler, *_) = stack.pids("services scheduler")
+        kill(scheduler)
+        again = await asyncio.gather(*(infer(stack, values[row : row + 1]) for row in range(40)))
+        assert np.allclose(np.concatenate(again), found, atol=1e-5)
 
 
 async def test_a_decoder_embeds_texts_by_its_last_token(stack: Stack, tmp_path: Path) -> None:
@@ -77,11 +78,8 @@ async def test_a_decoder_embeds_texts_by_its_last_token(stack: Stack, tmp_path: 
     folder = tmp_path / "embedder"
     shutil.copytree(ROOT / "models/tiny/checkpoint", folder)
     save_last_token(folder)
-    state = ("--state-dir", str(stack.state))
-    fairway("models", "publish", str(folder), "--name", "embedder", *state)
-    fairway("deployments", "create", "embedder", "--wait", *state)
     texts = ["The order of Ann", "two", "a longer text about an order " * 12]
-    async with stack.inference() as stub:
+    async with deployed(stack, folder, "embedder", replicas=1), stack.inference() as stub:
         request = inference_pb2.EmbedRequest(model="embedder", inputs=texts, idempotency_key="once")
         answers = [await stub.Embed(request, metadata=metadata(stack.api_key), timeout=120) for _ in range(2)]
         generation = inference_pb2.Generation(model="embedder", prompt="The", max_output_tokens=2)

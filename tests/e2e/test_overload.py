@@ -168,7 +168,7 @@ class Plant:
 
 
 @pytest.fixture(scope="module")
-def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def installation(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Path]:
     state = tmp_path_factory.mktemp("overload") / "state"
     ports = (f"--http-port={free_port()}", f"--grpc-port={free_port()}")
     fairway("up", "--detach", "--no-model", *ports, "--state-dir", str(state), settings=SETTINGS)

@@ -44,7 +44,7 @@ def spans() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, spans: Collector) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, spans: Collector, installations: None) -> Iterator[Stack]:
     """Two workers that run few sequences at once, so that a handful of requests queues."""
     settings = {
         "FAIRWAY_OTLP_ENDPOINT": f"http://127.0.0.1:{spans.port}",

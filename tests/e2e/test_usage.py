@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -74,20 +74,15 @@ class Metered:
 
 
 @pytest.fixture(scope="module")
-def metered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metered]:
-    state = tmp_path_factory.mktemp("usage") / "state"
-    settings = {"FAIRWAY_SHEDDING": "false", "FAIRWAY_COST_PER_HOUR": "3.6"}
-    options = ("--controlplanes", "2")
-    with Stack.started(state, workers=1, replicas=1, gateways=2, settings=settings, options=options) as stack:
-        cli = CommandLine(state)
-        cli("tenants", "create", TENANT)
-        made = cli(
-            "keys", "create", "lab-key", "--tenant", TENANT, "--label", "cost-centre=lab", "-o", "json"
-        )
-        prices = ("--input-price", str(INPUT), "--output-price", str(OUTPUT))
-        cli("deployments", "update", stack.model, *prices)
-        cli("budgets", "create", "metered-all", "--tenant", TENANT, "--per-month", "100")
-        yield Metered(stack, cli, made.json["secret"])
+def metered(two_gateways: Stack) -> Metered:
+    two_gateways.wait_ready()
+    cli = CommandLine(two_gateways.state)
+    cli("tenants", "create", TENANT)
+    made = cli("keys", "create", "lab-key", "--tenant", TENANT, "--label", "cost-centre=lab", "-o", "json")
+    prices = ("--input-price", str(INPUT), "--output-price", str(OUTPUT))
+    cli("deployments", "update", two_gateways.model, *prices)
+    cli("budgets", "create", "metered-all", "--tenant", TENANT, "--per-month", "100")
+    return Metered(two_gateways, cli, made.json["secret"])
 
 
 def test_a_request_is_in_the_usage_within_five_seconds(metered: Metered) -> None:

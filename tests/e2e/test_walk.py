@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Stack]:
+def traced(tmp_path_factory: pytest.TempPathFactory, folder: Path, installations: None) -> Iterator[Stack]:
     with traced_stack(tmp_path_factory.mktemp("walk") / "state", folder) as running:
         yield running
 

@@ -154,7 +154,7 @@ async def read(address: str) -> bytes | None:
 
 
 @pytest.fixture(scope="module")
-def state() -> Iterator[StateDir]:
+def state(installations: None) -> Iterator[StateDir]:
     """An installation of the version before, started by this one for a user whose umask forbids nothing."""
     top = Path(tempfile.mkdtemp(dir="/tmp"))  # those of pytest keep everybody out by themselves
     top.chmod(0o755)

@@ -119,7 +119,7 @@ async def be_refused(stack: Stack, count: int) -> None:
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_installation_outlives_its_full_log_disk(tmp_path: Path) -> None:
+def test_installation_outlives_its_full_log_disk(tmp_path: Path, installations: None) -> None:
     state = StateDir.at(tmp_path / "installation")
     with tiny_disk(state.logs, DISK_BYTES), up(state) as stack:
 

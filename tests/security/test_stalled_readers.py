@@ -24,7 +24,7 @@ SLACK_S = 0.3  # of a machine that has other work; a slot that a stalled reader 
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
     state: Path = tmp_path_factory.mktemp("stalled") / "state"
     settings = {"FAIRWAY_MAX_SEQUENCES": str(SLOTS), "FAIRWAY_SHEDDING": "false"}
     with Stack.started(state, workers=1, replicas=1, settings=settings) as running:

@@ -37,7 +37,7 @@ CANARY_S = 10.0  # most of it is the change from a leader to fallback placement 
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
     state = tmp_path_factory.mktemp("fairway") / "state"
     with Stack.started(state, workers=2, replicas=2, settings={"FAIRWAY_SHEDDING": "false"}) as running:
         yield running

@@ -9,6 +9,9 @@ three workers at either size. Three more, smaller still, are looked at as a whol
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS
@@ -31,34 +34,53 @@ OUTCOMES = {
 }  # fmt: skip
 
 
+Seed = Callable[[int], SeedResult]
+
+
 @pytest.fixture(scope="module")
-def total() -> Total:
-    """What the seeds of this module came to; filled as they run."""
-    return Total()
+def result_of() -> Seed:
+    """Run a seed, once for all tests of this module, whichever of them are chosen."""
+
+    @functools.cache
+    def run(seed: int) -> SeedResult:
+        workers, requests = size_of(seed)
+        return run_seed(seed, workers=workers, requests=requests)
+
+    return run
+
+
+def size_of(seed: int) -> tuple[int, int]:
+    """Return its workers and its requests."""
+    return (20, REQUESTS) if seed in FULL else (6, 60)
+
+
+def total_of(seeds: Iterable[int], result_of: Seed) -> Total:
+    total = Total()
+    for seed in seeds:
+        total.add(result_of(seed))
+    return total
 
 
 @pytest.mark.parametrize("seed", daily(SEEDS, DAILY))
-def test_invariants_hold(seed: int, total: Total) -> None:
-    workers, requests = (20, REQUESTS) if seed in FULL else (6, 60)
-    result = run_seed(seed, workers=workers, requests=requests)
-    total.add(result)
-    assert result.violations == (), f"python -m simulator sim --seed {seed} --workers {workers} " + (
-        f"--requests {requests} --trace"
+def test_invariants_hold(seed: int, result_of: Seed) -> None:
+    workers, requests = size_of(seed)
+    assert result_of(seed).violations == (), (
+        f"python -m simulator sim --seed {seed} --workers {workers} --requests {requests} --trace"
     )
 
 
 @pytest.mark.sweep
-def test_the_seeds_reach_every_fault_and_outcome(total: Total) -> None:
+def test_the_seeds_reach_every_fault_and_outcome(result_of: Seed) -> None:
     """Else the seeds test nothing."""
-    assert total.seeds == len(SEEDS), "this test needs those before it"
+    total = total_of(SEEDS, result_of)
     assert set(total.faults) == {kind.value for kind in CHAOS_FAULTS}
     assert set(total.outcomes) >= OUTCOMES
     assert total.outcomes["finished"] > total.requests // 2
     assert {name for name, count in total.reached.items() if count} == set(REACHES)
 
 
-def test_the_daily_seeds_reach_much(total: Total) -> None:
-    assert total.seeds >= len(set(DAILY)), "this test needs those before it"
+def test_the_daily_seeds_reach_much(result_of: Seed) -> None:
+    total = total_of(dict.fromkeys(DAILY), result_of)
     assert total.outcomes["finished"] > total.requests // 2
     assert len(total.faults) > len(CHAOS_FAULTS) // 2
     assert total.widest, "one is a fairness seed"
@@ -67,9 +89,11 @@ def test_the_daily_seeds_reach_much(total: Total) -> None:
 
 
 @pytest.mark.sweep
-def test_the_fairness_seeds_come_near_the_bound(total: Total) -> None:
+def test_the_fairness_seeds_come_near_the_bound(result_of: Seed) -> None:
     """Else the bound is so far away that no order exceeds it."""
-    assert set(total.widest) == set(filter(is_saturated, SEEDS)), "this test needs those before it"
+    saturated = list(filter(is_saturated, SEEDS))
+    total = total_of(saturated, result_of)
+    assert set(total.widest) == set(saturated)
     assert len(total.widest) == 5
     assert total.compared > 500
     assert min(total.widest.values()) > 0.1

@@ -82,7 +82,7 @@ def test_values_and_tokens_are_those_that_transformers_loads(gguf: Path, checkpo
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
     state = tmp_path_factory.mktemp("smollm2") / "state"
     with Stack.started(state, workers=1, replicas=1, options=("--model", "smollm2")) as started:
         yield started

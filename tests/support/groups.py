@@ -7,15 +7,11 @@ from collections import Counter
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# They share an installation, but for those that start their own on free ports.
-SHARED_INSTALLATION = "tests/e2e/"
-OWN_INSTALLATION = tuple(
-    f"{SHARED_INSTALLATION}test_{name}.py"
-    for name in ("bench_stack", "drafts", "overload", "telemetry", "usage", "walk")
-)
+from tests.support.installations import KINDS
+
 # What takes a file over fifteen seconds alone, the longest first: those that wait between those that compute.
 LONGEST = (
-    SHARED_INSTALLATION,
+    *(f"@{kind}" for kind in KINDS),
     "tests/unit/cli/test_up.py",
     "tests/sim/test_seeds.py",
     "tests/security/test_rpc_floods.py",
@@ -47,10 +43,9 @@ LONGEST = (
 
 
 def group_of(nodeid: str) -> str:
-    """Return the file, or one name for all that share the installation."""
-    file = nodeid.partition("::")[0]
-    shares = file.startswith(SHARED_INSTALLATION) and file not in OWN_INSTALLATION
-    return SHARED_INSTALLATION if shares else file
+    """Return the file, or a name for all that share an installation."""
+    _, shares, kind = nodeid.rpartition("@")
+    return f"@{kind}" if shares and kind in KINDS else nodeid.partition("::")[0]
 
 
 def sort(items: list[pytest.Item]) -> None:
@@ -59,7 +54,7 @@ def sort(items: list[pytest.Item]) -> None:
     The others come by their number of tests, so that files that wait and files that compute are mixed.
     """
     counts = Counter(group_of(item.nodeid) for item in items)
-    places = {group: place for place, group in enumerate((*LONGEST, *OWN_INSTALLATION))}
+    places = {group: place for place, group in enumerate(LONGEST)}
 
     def rank(item: pytest.Item) -> tuple[int, int, str]:
         group = group_of(item.nodeid)

@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support import local_servers
+from tests.support import installations, local_servers
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,8 @@ def fairway(
     *arguments: str, timeout_s: float = 300, settings: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line. Raises AssertionError with its output when it fails."""
+    if arguments[0] == "up":
+        installations.check_start()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
     environment |= settings or {}
     done = subprocess.run(
@@ -130,6 +134,18 @@ class Stack:
                     worker_pb2.GetWorkerRequest(), metadata=admin, timeout=5
                 )
         return found
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        """Return once every role serves: one that a test killed is started again."""
+        deadline_s = time.monotonic() + timeout_s
+        left = dict(self.endpoints["metrics"])
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while left:
+            assert time.monotonic() < deadline_s, f"not ready within {timeout_s:g} s: {sorted(left)}"
+            for name, address in tuple(left.items()):
+                with contextlib.suppress(OSError), opener.open(f"http://{address}/readyz", timeout=5):
+                    del left[name]
+            time.sleep(0.1 if left else 0.0)
 
     async def wait_workers(
         self, holds: Callable[[dict[str, worker_pb2.GetWorkerResponse]], bool], timeout_s: float

@@ -13,7 +13,7 @@ from tests.support.stack import ROOT, Stack
 CLIENT = ROOT / "clients" / "typescript"
 
 
-def test_the_typescript_client(tmp_path: Path) -> None:
+def test_the_typescript_client(tmp_path: Path, installations: None) -> None:
     if not (CLIENT / "dist" / "test").is_dir():
         pytest.fail("the TypeScript client is not built: run `make typescript-test`")
     with Stack.started(tmp_path / "state", workers=1, replicas=1) as stack:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,8 @@ from fairway.cli.state import read_json, write_json
 # chosen port before its server listens.
 _QUIET_PORTS = range(18_000, 32_000)
 _TRIES = 64
+# What keeps other installations from the ports of this one until its servers listen; ends with the process.
+_claims: dict[tuple[str, int], socket.socket] = {}
 
 
 def try_bind(port: int, host: str = LOOPBACK) -> socket.socket | None:
@@ -40,6 +43,24 @@ def hold_free_port(host: str = LOOPBACK) -> socket.socket | None:
     return try_bind(0, host)
 
 
+def _claim_and_bind(port: int, host: str) -> socket.socket | None:
+    """Return what ``try_bind`` does, but None for a port that another process claimed: its server starts."""
+    if sys.platform != "linux" or (host, port) in _claims:
+        return try_bind(port, host)
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0fairway-port-{host}-{port}")
+    except OSError:
+        claim.close()
+        return None
+    holder = try_bind(port, host)
+    if holder is None:
+        claim.close()
+    else:
+        _claims[host, port] = claim
+    return holder
+
+
 def choose_ports(
     names: Sequence[str],
     *,
@@ -49,6 +70,8 @@ def choose_ports(
     hosts: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Return a distinct port for each name, all free at the time of the call.
+
+    Until this process ends, no other chooses one that was fixed, remembered or preferred.
 
     ``hosts``: the addresses of those that do not listen on the loopback address.
 
@@ -60,12 +83,12 @@ def choose_ports(
             holder: socket.socket | None = None
             host = (hosts or {}).get(name, LOOPBACK)
             if name in fixed:
-                holder = try_bind(fixed[name], host)
+                holder = _claim_and_bind(fixed[name], host)
                 if holder is None:
                     raise _taken(name, fixed[name], host)
             for candidate in (remembered.get(name), preferred.get(name)):
                 if holder is None and candidate is not None:
-                    holder = try_bind(candidate, host)
+                    holder = _claim_and_bind(candidate, host)
             holder = holder or hold_free_port(host)
             if holder is None:
                 raise CliError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import psutil
@@ -30,13 +30,10 @@ LONG = Options(max_output_tokens=96, temperature=0, ignore_eos=True)
 LONGER = Options(max_output_tokens=384, temperature=0, ignore_eos=True)  # not over when a kill comes late
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    state = tmp_path_factory.mktemp("client") / "state"
-    # Another gateway takes a request over once the lease of the one that died is over.
-    settings = {"FAIRWAY_IDEMPOTENCY_LEASE_S": "1"}
-    with Stack.started(state, workers=1, replicas=1, gateways=2, settings=settings) as running:
-        yield running
+@pytest.fixture
+def stack(two_gateways: Stack) -> Stack:
+    two_gateways.wait_ready()
+    return two_gateways
 
 
 @pytest.fixture

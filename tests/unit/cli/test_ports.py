@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,28 @@ def test_fixed_port_is_not_given_to_another_name() -> None:
     ports = choose_ports(["a", "b"], fixed={"b": port}, remembered={"a": port}, preferred={})
     assert ports["b"] == port
     assert ports["a"] != port
+
+
+def test_of_two_that_start_at_once_one_gets_the_preferred_port() -> None:
+    """Neither listens yet."""
+    preferred = _free_port()
+    choose = (
+        "import sys\nfrom fairway.cli.fleet.ports import choose_ports\n"
+        f"ports = choose_ports(['a'], fixed={{}}, remembered={{}}, preferred={{'a': {preferred}}})\n"
+        "print(ports['a'], flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", choose]
+    with contextlib.ExitStack() as held:
+        processes = [
+            held.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            for _ in range(2)
+        ]
+        chosen = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
+        for process in processes:
+            process.communicate()
+    assert chosen.count(preferred) == 1
+    assert choose_ports(["a"], fixed={"a": preferred}, remembered={}, preferred={}) == {"a": preferred}
 
 
 def test_memory_keeps_ports_of_other_runs_and_skips_garbage(tmp_path: Path) -> None:

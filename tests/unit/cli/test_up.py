@@ -21,6 +21,7 @@ from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
 from fairway.cli.state import Endpoints, StateDir
 from fairway.importing.sources import origin_of, place_of
 from fairway.v1 import controlplane_pb2
+from tests.support.installations import check_start
 
 STANDIN = Path(__file__).parent / "standin" / "__main__.py"
 PACKAGE = Path(fairway.__file__).parent
@@ -41,6 +42,8 @@ class Installation:
         self.state = StateDir.at(folder / "state")
 
     def command(self, *arguments: str) -> list[str]:
+        if arguments[0] == "up":
+            check_start()
         return [sys.executable, "-m", "fairway.cli.main", *arguments, "--state-dir", str(self.state.root)]
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -83,7 +86,7 @@ class Installation:
 
 
 @pytest.fixture
-def installation(tmp_path: Path) -> Iterator[Installation]:
+def installation(tmp_path: Path, installations: None) -> Iterator[Installation]:
     installation = Installation(tmp_path)
     yield installation
     installation.run("down")
@@ -469,7 +472,7 @@ def test_killed_supervisor_leaves_nothing_and_the_next_start_works(installation:
     assert not list(installation.state.root.glob(".*.tmp"))
 
 
-def test_sockets_below_tmp_are_removed_with_the_installation(tmp_path: Path) -> None:
+def test_sockets_below_tmp_are_removed_with_the_installation(tmp_path: Path, installations: None) -> None:
     """Also by a stop after the supervisor was killed."""
     installation = Installation(tmp_path / "a place")
     sockets = installation.state.sockets

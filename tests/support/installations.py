@@ -1,0 +1,79 @@
+"""The installations that tests share, one of each kind, and which tests use one.
+
+What starts an installation uses the fixture ``installations``, which marks its tests ``stack``:
+``make test-stack`` runs these and ``make test-quick`` the others, which cannot start any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+GATE: Final = "installations"
+# The expression of `make test-stack` begins with it: only files that can have such tests are imported.
+STACK_STAGE: Final = "stack and "
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What ``fairway up`` starts. Nothing is shed, however slow the machine that it shares is."""
+
+    workers: int
+    replicas: int
+    gateways: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+    options: Sequence[str] = ()
+
+
+# By the fixture that yields it. A test that changes one leaves it as it was.
+KINDS: Final[Mapping[str, Kind]] = {
+    "usual": Kind(workers=2, replicas=2),
+    # Another gateway takes a request over once the lease of the one that died is over.
+    "two_gateways": Kind(
+        workers=1,
+        replicas=1,
+        gateways=2,
+        settings={"FAIRWAY_IDEMPOTENCY_LEASE_S": "1", "FAIRWAY_COST_PER_HOUR": "3.6"},
+        options=("--controlplanes", "2"),
+    ),
+}
+# Fixtures of that name are made of one of these.
+_NAMED: Final = re.compile(rf"\b({'|'.join((GATE, 'stack', *KINDS))})\b")
+_quick: str | None = None
+
+
+def may_use_one(file: Path) -> bool:
+    """Whether the file names a fixture that leads to an installation."""
+    return _NAMED.search(file.read_text("utf-8")) is not None
+
+
+def mark(item: pytest.Item) -> None:
+    """Mark a test that uses an installation, and keep those that share one in one process."""
+    fixtures: Sequence[str] = getattr(item, "fixturenames", ())
+    if GATE in fixtures:
+        assert may_use_one(item.path), f"{item.path} names no fixture of an installation"
+        item.add_marker(pytest.mark.stack)
+        for kind in KINDS.keys() & set(fixtures):
+            item.add_marker(pytest.mark.xdist_group(kind))
+
+
+@contextlib.contextmanager
+def running(item: pytest.Item) -> Iterator[None]:
+    """Of a test from its setup to its teardown."""
+    global _quick
+    _quick = None if item.get_closest_marker("stack") else item.nodeid
+    try:
+        yield
+    finally:
+        _quick = None
+
+
+def check_start() -> None:
+    """Raise AssertionError where a test starts an installation that `make test-quick` would run."""
+    assert _quick is None, f"{_quick} starts an installation: let it use the fixture {GATE}"
