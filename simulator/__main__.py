@@ -12,7 +12,7 @@ COMMANDS: Final = {
     "sim": ("simulator.invariants.seeds", "run seeds of mixed faults and check every invariant"),
     "rollouts": ("simulator.rollouts.seeds", "roll out versions on fleets under mixed faults"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
-    "simulate": ("simulator.lab.command", "run a scenario and report latencies, goodput and fairness"),
+    "simulate": ("simulator.lab.runner", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),

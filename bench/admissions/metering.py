@@ -23,7 +23,7 @@ from bench.admissions.http_load import HttpConnection, HttpTarget
 from bench.overhead import quantile
 from bench.stack import free_port, metric_sum
 from fairway.client import AdminClient
-from fairway.client.admin.usage import UsageRecords
+from fairway.client.admin.admin import UsageRecords
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import usage_pb2
 

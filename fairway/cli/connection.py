@@ -69,6 +69,10 @@ class OptionGroup:
     prefix: str
     options: Mapping[str, object]
 
+    def parameters(self) -> list[inspect.Parameter]:
+        """Return the options as parameters of the command, in the place of ``parameter``."""
+        return [_option(self.prefix + field, each, None) for field, each in self.options.items()]
+
 
 def command(
     app: typer.Typer,
@@ -86,14 +90,11 @@ def command(
     find, address_option, key_option = to.value
 
     def register(run: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Coroutine[Any, Any, None]]:
-        gathered = {group.parameter for group in groups}
-        declared = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
-        own = [each for each in declared if each.name not in gathered]
-        own += [
-            _option(group.prefix + field, annotation, None)
-            for group in groups
-            for field, annotation in group.options.items()
-        ]
+        gathered = {group.parameter: group for group in groups}
+        own: list[inspect.Parameter] = []
+        for each in list(inspect.signature(run, eval_str=True).parameters.values())[1:]:
+            found = gathered.get(each.name)
+            own += [each] if found is None else found.parameters()
         added = [
             _option(address_option[0], address_option[1], ""),
             _option(key_option[0], key_option[1], ""),

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from fairway.cli import completion
-from fairway.cli.terminal.cells import parse_moment, parse_span
-from fairway.cli.terminal.money import parse_money
+from fairway.cli.terminal.cells import parse_moment, parse_money, parse_span
 from fairway.v1 import common_pb2
 from fairway.v1.controlplane_pb2 import Metadata
 

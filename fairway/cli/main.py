@@ -15,31 +15,24 @@ import typer
 from typer.models import CommandInfo
 
 from fairway.cli.commands import (
+    accounts,
     batches,
-    budgets,
     deployments,
     events,
-    keys,
     lifecycle,
     models,
     nodes,
-    objectives,
     placements,
-    queue,
-    tenants,
+    reliability,
+    rollouts,
     usage,
 )
-from fairway.cli.commands import bootstrap as bootstrap_command
-from fairway.cli.commands.generation.chat import chat
-from fairway.cli.commands.generation.complete import complete
-from fairway.cli.commands.reliability import quarantine, requests, slis
-from fairway.cli.commands.reliability.logs import logs
+from fairway.cli.commands.chat import chat
+from fairway.cli.commands.complete import complete
 from fairway.cli.commands.simulate import calibrate, simulate
-from fairway.cli.commands.status import status
+from fairway.cli.commands.status import logs, status
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import Format, OutputOption
-from fairway.cli.fleet.service import service
-from fairway.cli.rollouts import commands as rollouts
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import OutputClosed, err, out, plain, show_error
 
@@ -90,30 +83,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.callback(invoke_without_command=True)(_version_option)
-app.command()(lifecycle.up)
-app.command()(lifecycle.down)
-app.command()(service)
-app.command()(status)
-app.command()(logs)
-app.command()(complete)
-app.command()(chat)
+for each in (lifecycle.up, lifecycle.down, lifecycle.service, status, logs, complete, chat):
+    app.command()(each)
 app.add_typer(batches.app, name="batches")
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(keys.app, name="keys")
-app.add_typer(budgets.app, name="budgets")
-app.add_typer(objectives.app, name="objectives")
-app.add_typer(quarantine.app, name="quarantine")
+app.add_typer(accounts.tenants, name="tenants")
+app.add_typer(accounts.keys, name="keys")
+app.add_typer(accounts.budgets, name="budgets")
+app.add_typer(deployments.objectives, name="objectives")
+app.add_typer(reliability.quarantine, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
-app.add_typer(requests.app, name="requests")
-queue.add(app)
+app.add_typer(reliability.requests, name="requests")
+placements.add_queue(app)
 usage.add(app)
-slis.add(app)
+reliability.add_slis(app)
 placements.add(app)
 events.add(app)
-app.command()(bootstrap_command.bootstrap)
+app.command()(lifecycle.bootstrap)
 app.command()(simulate)
 app.command()(calibrate)
 app.command("version")(show_version)

@@ -19,10 +19,10 @@ from weakref import WeakSet
 import grpc
 
 from fairway.client import convert, rows
-from fairway.client.attempts import Core, unary
-from fairway.client.direct import DirectCarrier
+from fairway.client.attempts import Attempts, Core, unary
 from fairway.client.endpoints import Endpoint, Metadata
-from fairway.client.generation import GenerationStream
+from fairway.client.errors import connection_lost, from_rpc
+from fairway.client.generation import DeliveryPositions, GenerationStream
 from fairway.client.guard import Guard
 from fairway.client.rows import (
     Classification,
@@ -37,6 +37,7 @@ from fairway.client.session import Session
 from fairway.client.values import (
     ClientOptions,
     Completion,
+    Event,
     Input,
     Message,
     Options,
@@ -47,6 +48,77 @@ from fairway.client.values import (
 )
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+
+
+class DirectCarrier:
+    """Opens a Generate RPC per attempt."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def open(
+        self, generation: pb.Generation, attempts: Attempts, positions: DeliveryPositions
+    ) -> DirectAttempt:
+        endpoint = await attempts.begin()
+        return DirectAttempt(self._core, endpoint, attempts.deadline_s, generation, attempts.metadata)
+
+
+class DirectAttempt:
+    """Holds its endpoint from construction until ``aclose``."""
+
+    def __init__(
+        self,
+        core: Core,
+        endpoint: Endpoint,
+        deadline_s: float,
+        generation: pb.Generation,
+        metadata: Metadata,
+    ) -> None:
+        self.endpoint = endpoint
+        self._core = core
+        self._deadline_s = deadline_s
+        self._open = True
+        self._call = endpoint.stub.Generate(
+            pb.GenerateRequest(generation=generation),
+            timeout=max(0.0, deadline_s - core.now()),
+            metadata=metadata,
+        )
+
+    async def receive(self) -> Event:
+        while True:
+            message = await self._read()
+            kind = message.WhichOneof("event")
+            if kind == "chunk":
+                return convert.tokens(message.chunk)
+            if kind == "accepted":
+                return convert.accepted(message.accepted)
+            if kind == "finished":
+                return convert.finished(message.finished)
+
+    def consumed(self, choice: int, tokens: int) -> None:
+        """Do nothing: HTTP/2 flow control stops the stream of a reader that does not read."""
+
+    async def aclose(self) -> None:
+        if self._open:
+            self._open = False
+            self._call.cancel()
+            self._core.pool.release(self.endpoint)
+
+    async def _read(self) -> pb.GenerateResponse:
+        silence_s = self._core.options.silence_timeout_s
+        try:
+            async with asyncio.timeout(min(silence_s, self._deadline_s - self._core.now())):
+                message = await self._call.read()
+        except TimeoutError:
+            if self._core.now() >= self._deadline_s:
+                raise
+            raise connection_lost(f"the gateway was silent for {silence_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc(error) from None
+        if not isinstance(message, pb.GenerateResponse):
+            raise connection_lost("the stream ended without its terminal event")
+        return message
+
 
 _Answer = TypeVar("_Answer", covariant=True)
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
-from fairway.formats import drafts
+from fairway.formats import version_files
 from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
@@ -38,7 +38,7 @@ from fairway.formats.weights import (
 
 Kind = Literal["causal-lm", "fixed-cost"]
 
-_DRAFT: Final = f"{drafts.FOLDER}/"
+_DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
 READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, *FILES)
 

@@ -1,6 +1,10 @@
 """The files of a version: allowed names, the digest of its weights, and the limit on repetition.
 
 A version contains only data: no pickled objects, no archives, no program code.
+
+A version's draft is the checkpoint of a smaller model that proposes tokens, in the folder ``draft``. The
+version's ``weights_digest`` includes its weights. It uses the tokenizer, template and limits of its
+version, so a draft must not contain such files.
 """
 
 from __future__ import annotations
@@ -99,3 +103,33 @@ def repetition_problem(size_bytes: int, distinct_bytes: int) -> str:
         f"the version has {size_bytes} bytes, of which {distinct_bytes} differ: it may have at most "
         f"{MAX_RATIO} times those and {FREE_BYTES} more"
     )
+
+
+DRAFT_FOLDER: Final = "draft"
+DRAFT_CONFIG: Final = "config.json"
+_DRAFT_WEIGHTS: Final = ("model.safetensors", "model.safetensors.index.json")
+_DOCUMENTS: Final = frozenset((".md", ".txt"))
+
+
+def draft_problem(paths: Iterable[str]) -> str:
+    """Return why the files of a version contain no valid draft, or an empty text. A draft is optional."""
+    names = [path.removeprefix(DRAFT_FOLDER + "/") for path in paths if path.startswith(DRAFT_FOLDER + "/")]
+    for name in names:
+        if not _belongs(name):
+            return (
+                f"{DRAFT_FOLDER}/{name} does not belong in a draft, which has {DRAFT_CONFIG} and safetensors "
+                "files: it uses the tokenizer and the limits of its version"
+            )
+    if names and DRAFT_CONFIG not in names:
+        return f"{DRAFT_FOLDER}/{DRAFT_CONFIG} is missing: a draft needs it"
+    if names and not any(name in names for name in _DRAFT_WEIGHTS):
+        return f"a draft needs {DRAFT_FOLDER}/{_DRAFT_WEIGHTS[0]} or {DRAFT_FOLDER}/{_DRAFT_WEIGHTS[1]}"
+    return ""
+
+
+def _belongs(name: str) -> bool:
+    if "/" in name:
+        return False
+    if name == DRAFT_CONFIG or name in _DRAFT_WEIGHTS or suffix_of(name) == TENSOR_SUFFIX:
+        return True
+    return suffix_of(name) in _DOCUMENTS or name.lower() in TEXT_NAMES

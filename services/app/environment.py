@@ -26,12 +26,11 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from services.runtime.process.free_memory import return_free_memory
 from services.runtime.process.health import Check, Health
-from services.runtime.process.loop_watch import LoopWatch
 from services.runtime.reserve import Reserve
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.metrics import Metrics
-from services.runtime.telemetry.process_metrics import ProcessMetrics
+from services.runtime.telemetry.process_metrics import LoopWatch, ProcessMetrics
 from services.runtime.telemetry.server import TelemetryServer
 from services.runtime.telemetry.tracing import open_tracing
 

@@ -23,7 +23,7 @@ from services.runtime import config
 from services.runtime.process.free_memory import limit_fragmentation
 from services.runtime.process.health import Check
 from services.runtime.process.machine import raise_descriptor_limit
-from services.runtime.process.tenant_loop import TenantLoop
+from services.runtime.process.tenant_turns import TenantLoop
 from services.runtime.telemetry import logging
 
 log = structlog.get_logger()

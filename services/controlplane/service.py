@@ -12,8 +12,8 @@ from services.controlplane.resources.objectives import Objectives
 from services.controlplane.resources.quarantine import QuarantinedInputs
 from services.controlplane.rollouts.resource import Rollouts
 from services.ports.clock import Clock
-from services.ports.spending import Spending
 from services.ports.store import Store
+from services.ports.usage import Spending
 from services.runtime import secrets
 
 

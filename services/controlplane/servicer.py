@@ -49,8 +49,7 @@ from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
-from services.rpc.convert.inference import timestamp
-from services.rpc.convert.times import seconds_of
+from services.rpc.convert.inference import seconds_of, timestamp
 from services.rpc.interceptors.access import caller, principal
 from services.runtime.ids import request_id_of
 

@@ -17,7 +17,11 @@ class Backoff:
     first_s: float
     max_s: float
 
+    def longest_s(self, failures: int) -> float:
+        """Return the wait in seconds after that many failures in a row, not shortened."""
+        return min(self.max_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
+
     def wait_s(self, failures: int, rng: Random) -> float:
         """Return the wait in seconds after that many failures in a row."""
-        ceiling_s = min(self.max_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
-        return rng.uniform(ceiling_s / 2, ceiling_s)
+        longest_s = self.longest_s(failures)
+        return rng.uniform(longest_s / 2, longest_s)

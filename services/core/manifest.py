@@ -7,7 +7,7 @@ rejected, and so is every name that is not in the allow-list.
 
 Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
 template, sampling defaults, safety policy, engine limits. A file that decides one of them must be pinned. A
-draft (``fairway.formats.drafts``) counts as weights: the tokens it proposes change when the other tokens are
+draft counts as weights: the tokens it proposes change when the other tokens are
 produced, not which.
 """
 
@@ -21,9 +21,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from fairway.formats.drafts import draft_problem
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.version_files import name_problem, repetition_problem, weights_digest
+from fairway.formats.version_files import draft_problem, name_problem, repetition_problem, weights_digest
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2

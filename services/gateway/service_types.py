@@ -23,7 +23,7 @@ from services.ports.clock import Clock
 from services.ports.limiter import Limiter
 from services.ports.placement import PlacementClient
 from services.ports.worker import WorkerClient
-from services.rpc.convert.times import seconds_of
+from services.rpc.convert.inference import seconds_of
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 

@@ -26,7 +26,7 @@ from services.gateway.catalog import Route
 from services.gateway.events import Finished, Received
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.stage_timer import STAGE_NAMES, StageTimer, StageTrace
-from services.gateway.slis.recorder import (
+from services.gateway.slis import (
     RequestEnd,
     RequestLatencies,
     SliRecorder,

@@ -61,8 +61,8 @@ from services.core.records import (
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.ports.blob_store import BlobStore
 from services.ports.clock import Clock
+from services.ports.registry import TextCheck
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
-from services.ports.text_check import TextCheck
 from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of

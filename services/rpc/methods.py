@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fairway.v1 import scheduler_pb2, worker_pb2
-from services.ports.streams.message_stream import StreamMethod
+from services.ports.streams import StreamMethod
 
 EXECUTE: Final = StreamMethod(
     "/fairway.v1.WorkerService/Execute", worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
 import grpc
 import structlog
@@ -18,9 +18,10 @@ from grpc_reflection.v1alpha import reflection
 
 from services.core.errors import FailedPrecondition, NotFound
 from services.ports.clock import Clock
+from services.ports.streams import StreamLost
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.channel import MAX_MESSAGE_BYTES
-from services.rpc.connections import MAX_CONNECTIONS, Connections
+from services.rpc.connections import MAX_CONNECTIONS, Connections, UnauthenticatedCalls
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
 from services.rpc.interceptors.base import AroundInterceptor
@@ -28,10 +29,49 @@ from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
-from services.rpc.unauthenticated import UnauthenticatedCalls
 from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
+
+In = TypeVar("In")
+
+
+class GrpcServerStream(Generic[In]):
+    """Implements ``ports.message_stream.MessageStream`` in a handler.
+
+    gRPC cancels the handler when the client disconnects. An error that the handler raises ends the stream.
+    """
+
+    write: Callable[[Any], Coroutine[Any, Any, None]]  # the context's own: it is on the token path
+
+    def __init__(self, requests: AsyncIterator[In], context: Any) -> None:
+        self._requests = requests
+        self.write = context.write
+
+    async def read(self, timeout_s: float) -> In:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._requests)
+        except TimeoutError:
+            raise StreamLost(f"the client sent nothing for {timeout_s:g} s") from None
+        except StopAsyncIteration:
+            raise StreamLost("the client ended the stream") from None
+
+    async def read_each(self, receive: Callable[[In], None]) -> NoReturn:
+        async for request in self._requests:
+            receive(request)
+        raise StreamLost("the client ended the stream")
+
+
+async def woken_within(woken: asyncio.Event, timeout_s: float) -> None:
+    """Return when the event is set or after ``timeout_s``, and clear the event."""
+    alarm = asyncio.get_running_loop().call_later(timeout_s, woken.set)
+    try:
+        await woken.wait()
+    finally:
+        alarm.cancel()
+    woken.clear()
+
 
 log = structlog.get_logger()
 

@@ -13,16 +13,15 @@ from typing import Final
 
 import structlog
 
-from services.core.decisions import FleetWorker, PlacementDecision, WorkerPool
+from services.core.decisions import FleetWorker, PlacementDecision, PoolQueue, WorkerPool
 from services.core.errors import FairwayError, NoLeader, PermissionDenied
 from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PlacementFrame, PlacementRefused, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
 from services.core.paging import page_of
-from services.core.queues import PoolQueue
 from services.ports.clock import Clock
-from services.ports.streams.report_stream import ReportAnswer
+from services.ports.streams import ReportAnswer
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.secrets import check_ticket
 from services.runtime.supervisor import first_of

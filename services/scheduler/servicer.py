@@ -15,22 +15,24 @@ from fairway.task_group import TaskGroup
 from fairway.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.core.errors import InvalidInput, first_failure
 from services.ports.clock import Clock
-from services.ports.streams.message_stream import MessageStream, StreamLost
-from services.ports.streams.report_stream import ReportAnswer, ReportStream
+from services.ports.streams import MessageStream, ReportAnswer, ReportStream, StreamLost
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
-from services.rpc.convert.decisions import decision_to_proto, pool_to_proto, timestamp, worker_to_proto
 from services.rpc.convert.scheduler import (
     counters_to_proto,
+    decision_to_proto,
     explained_from_proto,
     explanation_to_proto,
     frame_to_proto,
     leadership,
     place_from_proto,
+    pool_to_proto,
     report_from_proto,
     slots_from_proto,
+    timestamp,
+    worker_to_proto,
 )
-from services.rpc.server_stream import GrpcServerStream, woken_within
+from services.rpc.server import GrpcServerStream, woken_within
 from services.scheduler.service import GatewayPlacementStream, SchedulerService
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import Operation, TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024

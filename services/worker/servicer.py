@@ -14,14 +14,13 @@ from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
 from services.core.generation import NotAdmittedReason
 from services.ports.clock import Clock
-from services.ports.streams.message_stream import MessageStream, StreamLost
-from services.ports.streams.worker_stream import WorkerStream, WorkerStreams
+from services.ports.streams import MessageStream, StreamLost, WorkerStream, WorkerStreams
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
+from services.rpc.convert.inference import seconds_of
 from services.rpc.convert.rows import row_from_proto
-from services.rpc.convert.times import seconds_of
 from services.rpc.convert.worker import LOADED, frame_to_proto, start_from_proto
-from services.rpc.server_stream import GrpcServerStream, woken_within
+from services.rpc.server import GrpcServerStream, woken_within
 from services.worker.agent.agent import VersionStatus, WorkerAgent, WorkerStatus
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from random import Random
 from typing import Final
 
 from services.core.estimates.sketch import Sketch
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.policy.arrival_profile import ArrivalProfile
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve

@@ -12,7 +12,7 @@ from random import Random
 from typing import Final
 
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import ANY, Operation, TensorSpec
 from services.worker import engine_protocol as wire
 from services.worker.policy.engine_failures import STEP_FAILED, cause_of
 from services.worker.slots.engine_process import Crashed, EngineEvents, EngineExit, Stopped

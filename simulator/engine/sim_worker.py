@@ -21,7 +21,7 @@ from services.adapters.links.leader_streams import StreamReportLinks
 from services.adapters.links.reporter import Reporter
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.core.records import AssignedVersion, Assignment
-from services.ports.streams.worker_stream import WorkerStreams
+from services.ports.streams import WorkerStreams
 from services.rpc.methods import EXECUTE
 from services.worker import engine_protocol as wire
 from services.worker.agent.agent import PAUSE_S, WorkerAgent

@@ -33,10 +33,8 @@ from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import EventTrace, GrantWatch
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
-from simulator.fleet.nodes.plane_node import PlaneNode
-from simulator.fleet.nodes.scheduler_node import SchedulerNode
-from simulator.fleet.nodes.shared_ledger import LEDGER, LedgerObjects, serve_ledger
-from simulator.fleet.nodes.shared_redis import REDIS, Redis, serve_redis
+from simulator.fleet.nodes.plane_node import PlaneNode, SchedulerNode
+from simulator.fleet.nodes.shared_stores import LEDGER, REDIS, LedgerObjects, Redis, serve_ledger, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.rollout_watch import RolloutWatch
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec

@@ -14,8 +14,7 @@ from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
 from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.grant_watch import GrantListener
-from simulator.fleet.nodes.shared_ledger import LEDGER
-from simulator.fleet.nodes.shared_redis import REDIS
+from simulator.fleet.nodes.shared_stores import LEDGER, REDIS
 from simulator.kernel.network import Latency
 
 T = TypeVar("T")

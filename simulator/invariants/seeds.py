@@ -29,25 +29,22 @@ from simulator.fleet.chaos import (
     chaos_rows,
     chaos_spec,
     has_rows,
+    is_saturated,
+    saturated_faults,
+    saturated_load,
+    saturated_spec,
 )
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.row_client import SimRows
 from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.invariant import Invariant, Looks
-from simulator.fleet.saturated import (
-    is_saturated,
-    saturated_faults,
-    saturated_load,
-    saturated_spec,
-)
 from simulator.fleet.spec import FleetSpec
 from simulator.invariants.balance import Balance, Bounds
 from simulator.invariants.fairness import FairnessInvariant
 from simulator.invariants.fencing import Fencing
-from simulator.invariants.poisons import Poisons
+from simulator.invariants.isolation import Poisons, Slots
 from simulator.invariants.shedding import Shedding
-from simulator.invariants.slots import Slots
 
 # Continued elsewhere after the loss of a worker; came through another gateway; had its output limit
 # reduced; was sent again after a refusal; was placed by a gateway without a leader; was a poison that was

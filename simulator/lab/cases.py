@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from simulator.lab import scenarios
 from simulator.lab.baselines import ABLATIONS, POLICIES
 from simulator.lab.load import replay
 from simulator.lab.load.load import of_trace
@@ -16,7 +17,6 @@ from simulator.lab.report.measure import Slo
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, ScenarioError
-from simulator.lab.scenarios import faults, loads
 
 WORKERS: Final = 8
 
@@ -101,9 +101,9 @@ def scenario_of(case: Case) -> Scenario:
     if case.workload in TRACES:
         scenario = _of_trace(case, TRACES[case.workload])
     elif case.workload == GRAY:
-        scenario = faults.slow_worker(_options(case, 100.0))
+        scenario = scenarios.slow_worker(_options(case, 100.0))
     elif case.workload == LONG:
-        scenario = loads.long_prompts(_options(case, 120.0))
+        scenario = scenarios.long_prompts(_options(case, 120.0))
     else:
         scenario = _whale(case)
     policy = next(policy for policy in (*POLICIES, *ABLATIONS) if policy.name == case.policy)
@@ -184,7 +184,7 @@ def _from_zero(rows: Iterator[TraceRow]) -> Iterator[TraceRow]:
 
 def _whale(case: Case) -> Scenario:
     options = _options(case, 120.0)
-    return loads.whale(options) if case.workload == WHALE else loads.whale_capped(options)
+    return scenarios.whale(options) if case.workload == WHALE else scenarios.whale_capped(options)
 
 
 def _options(case: Case, duration_s: float) -> Options:

@@ -31,11 +31,11 @@ from typing import Final
 
 from simulator.lab.baselines import ABLATIONS, FIRST_COME, OURS, POLICIES, ROUND_ROBIN
 from simulator.lab.cases import GRAY, LONG, TRACES, WHALE, WHALE_CAPPED, WORKERS, Case, Figures, run_case
-from simulator.lab.command import traces_folder
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.table import aligned, seconds
+from simulator.lab.runner import traces_folder
 from simulator.lab.scenario import ScenarioError
-from simulator.lab.scenarios.loads import LOAD_RATIO
+from simulator.lab.scenarios import LOAD_RATIO
 
 Results = dict[Case, Figures]
 _PER_RULE: Final[tuple[tuple[str, str, Callable[[float], str]], ...]] = (

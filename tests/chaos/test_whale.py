@@ -29,7 +29,7 @@ from fairway.v1 import inference_pb2_grpc
 from services.scheduler.policy.placement.candidate import CHUNK_TOKENS
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from services.scheduler.policy.queue.length import LengthPolicy
-from simulator.invariants.fairness_bound import granted_bound, service_bound
+from simulator.invariants.fairness import granted_bound, service_bound
 from tests.support.command_line import CommandLine
 from tests.support.stack import Stack, metadata
 

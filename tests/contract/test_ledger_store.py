@@ -10,7 +10,7 @@ import pytest
 
 from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.core.errors import NotFound, StoreUnavailable
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.object_store import ObjectStore
 from tests.support.tiny_disk import tiny_disk

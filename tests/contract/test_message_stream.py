@@ -15,11 +15,10 @@ import pytest
 from fairway.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.core.errors import InvalidInput, NoLeader
-from services.ports.streams.message_stream import ClientStream, MessageStream, StreamClient, StreamLost
+from services.ports.streams import ClientStream, MessageStream, StreamClient, StreamLost
 from services.rpc.bounded_writes import send_headers
 from services.rpc.methods import EXECUTE
-from services.rpc.server import RpcServer, RpcService
-from services.rpc.server_stream import GrpcServerStream
+from services.rpc.server import GrpcServerStream, RpcServer, RpcService
 from simulator.kernel.links.streams import SimStreams, serve_stream
 from tests.support.simulated import Check, World, checks_of, simulate
 from tests.support.waiting import until

@@ -20,7 +20,7 @@ from services.core.fleet import PoolSnapshot, ReportSnapshot, SequenceUsage, Ten
 from services.core.generation import Grant
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.ports.streams.report_stream import ReportAnswer
+from services.ports.streams import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.scheduler.term import Term

@@ -18,7 +18,7 @@ from services.core.generation import (
     Sampling,
     StartSpec,
 )
-from services.ports.streams.worker_stream import StepFrame, WorkerStream
+from services.ports.streams import StepFrame, WorkerStream
 from services.runtime.clock import SystemClock
 from services.worker import engine_protocol as wire
 from services.worker.streams.host import SequenceHost

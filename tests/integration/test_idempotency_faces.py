@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from fairway.v1 import inference_pb2 as pb
 from services.core import errors
-from services.core.outputs.families import named_form
+from services.core.outputs.forms import named_form
 from services.core.records import Degrade
 from services.rpc.status import from_rpc_error
 from tests.support.keyed_faces import Faces, keyed_faces

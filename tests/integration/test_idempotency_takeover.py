@@ -9,7 +9,7 @@ import pytest
 
 from services.core import errors
 from services.core.generation import Usage
-from services.core.outputs.families import named_form
+from services.core.outputs.forms import named_form
 from services.core.records import Degrade
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.ports.idempotency import IdempotencyStore, RecordState, Written

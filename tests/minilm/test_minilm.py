@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from fairway.client.publish.publish import publish
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.memory.store import MemoryStore
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.registry.service import RegistryService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

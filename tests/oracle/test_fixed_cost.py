@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Packed, Padded
 from tests.support.fixed_cost import POSITIONS, images, own_outputs, save, save_pooling, token_row

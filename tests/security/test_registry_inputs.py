@@ -14,8 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from fairway.client.publish.folder import PublishRefused
-from fairway.client.publish.publish import publish
+from fairway.client.publish.publish import PublishRefused, publish
 from fairway.formats.safetensors import MAX_TENSORS
 from fairway.formats.version_files import FREE_BYTES, MAX_RATIO
 from fairway.v1 import registry_pb2 as pb

@@ -18,9 +18,14 @@ import grpc
 import pytest
 
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.rpc.connections import MAX_IDLE_OF_CALLER, MAX_OF_SOURCE, MAX_UNAUTHENTICATED, PERIOD_S
+from services.rpc.connections import (
+    MAX_IDLE_OF_CALLER,
+    MAX_OF_SOURCE,
+    MAX_REFUSALS_PER_S,
+    MAX_UNAUTHENTICATED,
+    PERIOD_S,
+)
 from services.rpc.interceptors.messages import MAX_WAITING_UNAUTHENTICATED
-from services.rpc.unauthenticated import MAX_REFUSALS_PER_S
 from tests.support.http2 import (
     CHECK,
     DATA,

@@ -15,9 +15,9 @@ from services.core.errors import InternalError
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.channel import MAX_MESSAGE_BYTES
+from services.rpc.connections import MAX_STREAMS_OF_SOURCE
 from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
-from services.rpc.unauthenticated import MAX_STREAMS_OF_SOURCE
 
 AUTH = (("authorization", "Bearer key"),)
 

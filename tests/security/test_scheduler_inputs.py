@@ -20,7 +20,7 @@ from services.core.decisions import FleetWorker, WorkerPool
 from services.core.errors import InvalidInput
 from services.core.fleet import Granted, PlacementRefused
 from services.rpc.channel import auth_metadata, open_channel
-from services.rpc.convert.decisions import worker_to_proto
+from services.rpc.convert.scheduler import worker_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

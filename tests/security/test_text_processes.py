@@ -32,7 +32,7 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.generation import Constraint, ConstraintKind
-from services.gateway.text import pool, text_job
+from services.gateway.text import pool
 from services.gateway.text.child import TextLimits
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.text_model import ChatMessage, Conversation, TextModel
@@ -133,7 +133,7 @@ async def test_a_tenant_has_one_short_text_of_a_version_read_at_a_time(tmp_path:
     async with opened(tmp_path, TextLimits(read_cpu_s=10.0, memory_bytes=2**30)) as bench:
         model = await bench.version("slow", context=2_000_000, change=doubling(14))
         (version,) = bench.processes._versions.values()
-        long = bench.tokeniser.prompt(model, "starter", "b" * (text_job.SHORT_BYTES + 1))
+        long = bench.tokeniser.prompt(model, "starter", "b" * (pool.SHORT_BYTES + 1))
         assert await long  # it has started a second process
         assert sum(process.idle for process in version.processes) == 2
         storm = [asyncio.ensure_future(bench.tokeniser.prompt(model, "acme", f"a{n}")) for n in range(6)]

@@ -10,15 +10,14 @@ import pytest
 from services.core.records import Priority
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from simulator.fleet.assembly import Parts
-from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
+from simulator.fleet.chaos import FaultKind, InjectedFault, Moment, is_saturated
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.clients.session import ONCE, TOKENS
 from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import REST, RunReport, simulate
 from simulator.fleet.invariant import Looks
-from simulator.fleet.nodes.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.plane_node import SchedulerNode
 from simulator.fleet.nodes.worker_node import WorkerNode
-from simulator.fleet.saturated import is_saturated
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 from simulator.invariants.balance import BALANCE, BOUNDS, CRASHED, Balance, Bounds
 from simulator.invariants.fairness import FAIRNESS, FairnessInvariant

@@ -16,7 +16,7 @@ from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.spec import FleetSpec, WorkerSpec
 from simulator.invariants.balance import Balance
-from simulator.invariants.poisons import AGAIN, CONDEMNED, DEATHS, MAX_DEATHS, Poisons
+from simulator.invariants.isolation import AGAIN, CONDEMNED, DEATHS, MAX_DEATHS, Poisons
 from tests.sim.planted.gateways import AdmitsTheCondemned, RunsSuspectsTogether
 from tests.sim.planted.workers import BlamesBystanders, TakesKillsForFaults
 from tests.support.sweep import daily

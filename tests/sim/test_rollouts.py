@@ -10,10 +10,19 @@ import pytest
 
 from services.controlplane.rollouts.records import FULL, RolloutStrategy
 from simulator.fleet.assembly import Parts
-from simulator.invariants.arms import FENCE, LATE, ONE_ARM, PROBE, STALE, STICKY
-from simulator.invariants.splits import FAILED_GATE, OUTCOME, SPLIT, WRITERS
-from simulator.rollouts.script import CandidateKind, kind_of, strategy_of
-from simulator.rollouts.seeds import run_rollout, unreached
+from simulator.invariants.splits import (
+    FAILED_GATE,
+    FENCE,
+    LATE,
+    ONE_ARM,
+    OUTCOME,
+    PROBE,
+    SPLIT,
+    STALE,
+    STICKY,
+    WRITERS,
+)
+from simulator.rollouts.seeds import CandidateKind, kind_of, run_rollout, strategy_of, unreached
 from tests.sim.planted.planes import (
     DrawsEachRequest,
     JudgesNothing,

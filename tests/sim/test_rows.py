@@ -26,7 +26,7 @@ from simulator.fleet.fault_actions import FaultSchedule
 from simulator.fleet.fleet import RunReport, simulate
 from simulator.fleet.spec import FleetSpec, RowsSpec, TenantSpec
 from simulator.invariants.balance import BALANCE, Balance
-from simulator.invariants.slots import SLOTS, Slots
+from simulator.invariants.isolation import SLOTS, Slots
 from tests.sim.planted.rows import KeepsLeases, SwapsAnswers
 
 TENANTS = (TenantSpec("whale"), TenantSpec("minnow"))

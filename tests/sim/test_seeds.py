@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS
+from simulator.fleet.chaos import CHAOS_FAULTS, REQUESTS, is_saturated
 from simulator.fleet.invariant import Looks
-from simulator.fleet.saturated import is_saturated
 from simulator.invariants.seeds import REACHES, SeedResult, Total, run_seed
 from tests.support.sweep import daily
 

@@ -24,7 +24,7 @@ import uvloop
 from services.gateway.events import Event, Tokens
 from services.gateway.faces.openai import server as http_server
 from services.gateway.faces.openai.exchange import HttpLimits
-from services.runtime.process.tenant_loop import TenantLoop
+from services.runtime.process.tenant_turns import TenantLoop
 from services.runtime.telemetry import logging
 from tests.integration.openai.face import CHAT, KEY, Call, accepted, plain, serving
 

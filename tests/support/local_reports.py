@@ -8,7 +8,7 @@ from services.adapters.links.reporter import ReportLink
 from services.core.errors import NoLeader
 from services.core.fleet import ReportSnapshot
 from services.ports.clock import Clock
-from services.ports.streams.report_stream import ReportAnswer, ReportStream, ReportStreams
+from services.ports.streams import ReportAnswer, ReportStream, ReportStreams
 
 
 class LocalReportLinks:

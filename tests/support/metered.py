@@ -8,7 +8,7 @@ from typing import Any, Final
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
 from services.ports.limiter import NO_PRICE, Limiter, Reservation, SharedLimits
-from services.ports.spending import Spending
+from services.ports.usage import Spending
 
 # A month's cost is prompt + 10^4 * cached + 10^8 * output tokens.
 METER: Final = Limit(LimitKind.MONTH_MICROS, 10**15)

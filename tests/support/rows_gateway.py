@@ -63,7 +63,7 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
-from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.fleet.nodes.gateway_node import LocalTexts
 from simulator.stores.idempotency import MemoryIdempotency
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_batches import memory_batches

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, cast
 
 import pytest
 
-from services.ports.streams.worker_stream import WorkerStreams
+from services.ports.streams import WorkerStreams
 from services.rpc.methods import EXECUTE
 from services.runtime.clock import SystemClock
 from services.scheduler.service import SchedulerService

@@ -15,7 +15,7 @@ from services.core.errors import NoLeader
 from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
 from services.ports.clock import Clock
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from tests.support.election import StaticElection
 from tests.support.waiting import until
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Final
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -21,14 +21,14 @@ from fairway.cli.flags import (
     key_values,
     money,
     replace_labels,
+    span_s,
 )
-from fairway.cli.terminal.bars import Bars
-from fairway.cli.terminal.cells import age, labels, moment, priority, short_digest
+from fairway.cli.terminal.cells import age, enum_name, labels, moment, priority, short_digest, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
-from fairway.cli.terminal.money import show_money
+from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column, show_rows
-from fairway.cli.waiting import show_replicas, until_deployed
+from fairway.cli.watch import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)
@@ -130,7 +130,6 @@ add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each repli
 async def create(
     connection: Connection,
     name: NameArgument,
-    price: Mapping[str, int],
     model: Annotated[
         str,
         typer.Option(
@@ -152,6 +151,8 @@ async def create(
     label: LabelOption = None,
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
+    *,
+    price: Mapping[str, int],
 ) -> None:
     """Run a version on a number of workers. A tag is resolved once; later moves have no effect."""
     wanted = cp.Deployment(
@@ -185,7 +186,6 @@ async def create(
 async def update(
     connection: Connection,
     name: NameArgument,
-    price: Mapping[str, int],
     model: Annotated[
         str, typer.Option("--model", help="Another model of the registry.", autocompletion=completion.models)
     ] = "",
@@ -200,6 +200,8 @@ async def update(
     etag: EtagOption = "",
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
+    *,
+    price: Mapping[str, int],
 ) -> None:
     """Change the given fields and keep the rest. Without --version the running version stays.
 
@@ -316,3 +318,196 @@ async def _show(connection: Connection, deployment: cp.Deployment, wait: bool, o
             report = show_replicas(bars.update)
             deployment = await until_deployed(connection.admin, name, report, timeout_s=connection.wait_s)
     DEPLOYMENTS.write_one(deployment, output)
+
+
+objectives = typer.Typer(
+    help="Objectives: what requests are promised, and error budgets.", no_args_is_help=True
+)
+
+
+def _ratio(text: str | float) -> float:
+    """Return an option's share; `99.9%` is 0.999. Raises BadParameter."""
+    number, percent, _ = str(text).partition("%")
+    try:
+        found = round(float(number) / (100 if percent else 1), 12)
+    except ValueError as exc:
+        raise typer.BadParameter(f"{text!r} is no share such as 0.999 or 99.9%") from exc
+    if not 0 <= found < 1:
+        raise typer.BadParameter("a share is at least 0 and below 1")
+    return found
+
+
+def _share(flag: str, help_: str) -> object:
+    return Annotated[float | None, typer.Option(flag, parser=_ratio, metavar="SHARE", help=help_)]
+
+
+def _time(flag: str, help_: str) -> object:
+    return Annotated[float | None, typer.Option(flag, parser=span_s, metavar="TIME", help=help_)]
+
+
+_PROMISED: Final = OptionGroup(
+    "promised",
+    "",
+    {
+        "availability": _share("--availability", "Requests without our errors. 0: none."),
+        "completion": _share("--completion", "Begun streams that we do not break. 0: none."),
+        "ttft": _time("--ttft", "Time to first token. 0s: none."),
+        "itl": _time("--itl", "Time between tokens. 0s: none."),
+        "quantile": _share("--quantile", "Of both latencies; 0.95 by default."),
+        "shapes_serving": Annotated[
+            bool | None,
+            typer.Option(
+                "--shape/--observe",
+                help="Whether its latencies replace the targets of admission, shedding, degrading and "
+                "prefill.",
+            ),
+        ],
+    },
+)
+
+
+def _set_promised(objective: cp.Objective, promised: Mapping[str, Any]) -> None:
+    """Set the promises that were given; the others stay."""
+    for name, value in promised.items():
+        match name:
+            case "ttft" | "itl":
+                getattr(objective, name).seconds = value
+            case "quantile":
+                objective.ttft.quantile = objective.itl.quantile = value
+            case _:
+                setattr(objective, name, value)
+
+
+def _write_objective(made: cp.Objective, output: Format) -> None:
+    """Print the objective, and on stderr what it does to requests."""
+    for warning in made.warnings:
+        plain(err(), f"warning: {warning}")
+    OBJECTIVES.write_one(made, output)
+
+
+def _promises(found: cp.Objective) -> str:
+    parts = []
+    if found.availability:
+        parts.append(f"available {found.availability:.5g}")
+    if found.completion:
+        parts.append(f"complete {found.completion:.5g}")
+    for name, target in (("ttft", found.ttft), ("itl", found.itl)):
+        if target.seconds:
+            parts.append(f"{name} p{100 * target.quantile:g} {target.seconds:g}s")
+    if found.shapes_serving:
+        parts.append("shapes serving")
+    return ", ".join(parts)
+
+
+def _by_sli(show: Callable[[cp.SliStatus], str]) -> Callable[[cp.Objective], str]:
+    def cell(found: cp.Objective) -> str:
+        parts = [(enum_name(cp.Sli.Name, one.sli, "SLI_"), show(one)) for one in found.status.slis]
+        return ", ".join(f"{name} {text}" for name, text in parts if text) or "-"
+
+    return cell
+
+
+def _alert(one: cp.SliStatus) -> str:
+    found = enum_name(cp.BurnAlert.Name, one.alert, "BURN_ALERT_")
+    return "" if found == "none" else found
+
+
+OBJECTIVES: Final[Resource[cp.Objective]] = resource(
+    "objective",
+    (
+        Column("name", lambda found: found.metadata.name),
+        Column("model", lambda found: found.model),
+        Column("class", lambda found: priority(found.priority)),
+        Column("promise", _promises),
+        Column("budget left", _by_sli(lambda one: f"{one.budget_left_ratio:.1%}")),
+        Column("burning", _by_sli(_alert)),
+        Column("bad events", _by_sli(lambda one: f"{one.bad_events}/{one.events}"), wide=True),
+        Column("labels", lambda found: labels(found.metadata), wide=True),
+        Column("age", lambda found: age(found.metadata), wide=True),
+        Column("etag", lambda found: found.metadata.etag, wide=True),
+    ),
+    lambda admin: admin.objectives,
+)
+add_list(objectives, OBJECTIVES, about="List the objectives and what is left of their error budgets.")
+add_show(objectives, OBJECTIVES, about="Show an objective with all that was measured of it.")
+
+
+@command(
+    objectives,
+    "create",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway objectives create chat --model chat --availability 99.9% --ttft 2s --itl 100ms",
+        "fairway objectives create chat-batch --model chat --class batch --completion 0.99",
+    ),
+    groups=(_PROMISED,),
+)
+async def create_objective(
+    connection: Connection,
+    name: NameArgument,
+    *,
+    model: Annotated[
+        str, typer.Option("--model", help="The deployment.", autocompletion=completion.deployments)
+    ],
+    priority_class: Annotated[
+        PriorityName, typer.Option("--class", help="Class of the requests.")
+    ] = PriorityName.STANDARD,
+    promised: Mapping[str, Any],
+    label: LabelOption = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Promise something to the requests of a model and class. It is measured, alerts and stops rollouts.
+
+    With --shape its latencies also decide who is refused, shed and degraded.
+    """
+    wanted = cp.Objective(
+        metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
+        model=model,
+        priority=priority_class.proto,
+        ttft=cp.LatencyTarget(),
+        itl=cp.LatencyTarget(),
+    )
+    _set_promised(wanted, promised)
+    made = connection.admin.objectives.create(wanted)
+    _write_objective(await checked(made, what=f"cannot create the objective {name}"), output)
+
+
+@command(
+    objectives,
+    "update",
+    to=Server.CONTROLPLANE,
+    examples=(
+        "fairway objectives update chat --availability 99.95%",
+        "fairway objectives update chat --itl 0s",
+        "fairway objectives update chat --shape",
+    ),
+    groups=(_PROMISED,),
+)
+async def update_objective(
+    connection: Connection,
+    name: NameArgument,
+    promised: Mapping[str, Any],
+    label: LabelOption = None,
+    etag: EtagOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Change the promises and keep the rest. What was counted before stays as it was counted.
+
+    --label replaces all present labels.
+    """
+
+    def change(found: cp.Objective) -> None:
+        _set_promised(found, promised)
+        replace_labels(found.metadata, label)
+
+    changed = connection.admin.objectives.change(name, change, etag=etag)
+    _write_objective(await checked(changed, what=f"cannot change the objective {name}"), output)
+
+
+add_delete(
+    objectives,
+    OBJECTIVES,
+    question="Delete the objective {name}? Its alerts end.",
+    about="Delete an objective.",
+    examples=("fairway objectives delete chat", "fairway objectives delete chat --yes"),
+)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from getpass import getuser
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
+from fairway.cli.calls import admin_client, checked
+from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet import progress as progress_module
+from fairway.cli.fleet.bootstrap import Bootstrap
+from fairway.cli.fleet.control import request_workers
 from fairway.cli.fleet.daemon import start_detached
 from fairway.cli.fleet.installation import (
     AlreadyRunning,
@@ -26,13 +36,309 @@ from fairway.cli.fleet.installation import (
     stop_installation,
 )
 from fairway.cli.fleet.options import LOOPBACK, SMOLLM2, DefaultModel, UpOptions
-from fairway.cli.fleet.progress import LineProgress
-from fairway.cli.fleet.resize import resize
-from fairway.cli.fleet.roles import stop_bound_s
-from fairway.cli.state import Endpoints, StateDir
+from fairway.cli.fleet.progress import LineProgress, StartProgress
+from fairway.cli.fleet.roles import stop_bound_s, worker_names
+from fairway.cli.state import Endpoints, StateDir, read_secret
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
+from fairway.cli.watch import until_drained
+from fairway.client import AdminClient, FairwayError, NotFound
 from fairway.log_stream import LogStream
+from fairway.v1 import controlplane_pb2 as cp
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAddresses:
+    """``FleetAddresses`` from the command line. A gateway's name is its address."""
+
+    registry: str
+    controlplane: str
+    gateways: tuple[str, ...]
+
+    def of(self, name: str) -> str:
+        return {"registry": self.registry, "controlplane": self.controlplane}[name]
+
+    def grpc_of(self, name: str) -> str:
+        return name if name in self.gateways else self.gateways[0]
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return self.gateways
+
+
+AddressOption = Annotated[str, typer.Option(help="host:port")]
+
+
+def bootstrap(
+    registry: AddressOption,
+    controlplane: AddressOption,
+    gateway: Annotated[list[str], typer.Option(help="gRPC host:port of a gateway; once for each of them.")],
+    http: Annotated[str, typer.Option(help="URL of a gateway, for endpoints.json.")] = "",
+    replicas: Annotated[int, typer.Option(min=1, max=10000, help="Replicas of the deployed model.")] = 1,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="A checkpoint folder; default: the bundled model.")
+    ] = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
+    ready_s: Annotated[
+        float, typer.Option(min=1, help="Time limit for loading the model, in seconds.")
+    ] = 600.0,
+    state_dir: Annotated[
+        Path,
+        typer.Option(
+            help="Folder with secrets/admin_key; secrets/api_key and endpoints.json are written there."
+        ),
+    ] = Path(".fairway"),
+) -> None:
+    """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
+
+    For a fleet that was started by other means. The command can be repeated: existing resources stay
+    unchanged, and a deleted deployment stays deleted.
+
+    \b
+    Examples:
+      fairway bootstrap --registry registry:9091 --controlplane controlplane:9090 --gateway gateway:50051
+      fairway bootstrap --registry r:9091 --controlplane c:9090 --gateway g-0:50051 --no-model
+    """
+    state = StateDir.at(state_dir)
+    if not read_secret(state, "admin_key"):
+        raise CliError(
+            "NO_KEY",
+            f"there is no admin key in {state.secret('admin_key')}",
+            next_step="write the control plane's key (FAIRWAY_ADMIN_KEY_FILE) to this file",
+        )
+    options = UpOptions(
+        state_dir=str(state.root),
+        replicas=replicas,
+        model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
+        deploy=not no_model,
+        ready_s=ready_s,
+    )
+    addresses = RemoteAddresses(registry, controlplane, tuple(gateway))
+    endpoints = _run(options, state, addresses, http)
+    with state.writing():
+        endpoints.save(state.endpoints)
+    what = f"{endpoints.model} is served" if endpoints.model else "the fleet answers"
+    plain(out(), f"{what}; the API key is in {state.secret('api_key')}")
+
+
+def _run(options: UpOptions, state: StateDir, addresses: RemoteAddresses, http: str) -> Endpoints:
+    progress = progress_module.LineProgress(err())
+    try:
+        api_key = asyncio.run(Bootstrap(options, state, addresses, progress).run())
+    except CliError as exc:
+        raise CliError(
+            exc.reason,
+            exc.message,
+            next_step="see the logs of the services that it names; then run it again",
+            exit_code=exc.exit_code,
+        ) from exc
+    return Endpoints(
+        http=http,
+        grpc=addresses.gateways[0],
+        api_key=api_key,
+        admin_key=read_secret(state, "admin_key"),
+        model=options.model_name if options.deploy else "",
+        registry=addresses.registry,
+        controlplane=addresses.controlplane,
+    )
+
+
+_MOST_WORKERS: Final = 64  # largest number that `fairway up` takes, also while the unit runs
+_SLACK_S: Final = 30.0
+_NAME: Final = re.compile(r"[A-Za-z0-9:_.@-]{1,200}")
+
+
+def service(
+    install: Annotated[bool, typer.Option("--install", help="Write the unit, do not print it.")] = False,
+    system: Annotated[
+        bool,
+        typer.Option("--system", help="A unit of the system, run as this user; default: of the user."),
+    ] = False,
+    name: Annotated[str, typer.Option(help="Name of the unit: one for each installation.")] = "fairway",
+    state_dir: Annotated[
+        Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")
+    ] = DEFAULT_STATE_DIR,
+) -> None:
+    """Print a systemd unit that starts this installation with the options of its last start.
+
+    It restarts after a failure and drains when it is stopped. It contains no keys.
+
+    \b
+    Examples:
+      fairway service
+      fairway service --install && systemctl --user enable --now fairway
+      sudo fairway service --system --install --state-dir /var/lib/fairway
+    """
+    if not _NAME.fullmatch(name):
+        raise typer.BadParameter("a unit's name has letters, digits and :_.@- only", param_hint="--name")
+    state = StateDir.at(state_dir)
+    text = unit_of(state, remembered_options(state), system=system)
+    if not install:
+        plain(out(), text.rstrip())
+        return
+    path = _place(system=system) / f"{name}.service"
+    _write(path, text, state)
+    manager = "systemctl" if system else "systemctl --user"
+    plain(err(), f"written: {path}")
+    plain(err(), f"next: fairway down; {manager} daemon-reload && {manager} enable --now {name}")
+    if not system:
+        plain(err(), f"      loginctl enable-linger {getuser()}   # it also runs while nobody is logged in")
+
+
+def unit_of(state: StateDir, options: UpOptions | None, *, system: bool) -> str:
+    """Return the unit's text. ``options`` are those of the last start, if any."""
+    script = Path(sys.executable).with_name("fairway")
+    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "fairway.cli.entry"]
+    first = quoted(program[0]).replace("$$", "$")  # variables are not replaced in the program's own path
+    command = " ".join((first, *map(quoted, (*program[1:], "up", "--state-dir", str(state.root)))))
+    largest = replace(options or UpOptions(state_dir=str(state.root)), workers=_MOST_WORKERS)
+    stop_s = stop_bound_s(state, largest, {**dict(largest.environment), **os.environ}) + _SLACK_S
+    network = "Wants=network-online.target\nAfter=network-online.target\n" if system else ""
+    user = f"User={getuser()}\n" if system else ""
+    return f"""[Unit]
+Description=Fairway in {_escaped(str(state.root))}
+{network}
+[Service]
+Type=exec
+{user}WorkingDirectory={_escaped(str(Path.cwd()))}
+ExecStart={command}
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus={ExitCode.USAGE:d} {ExitCode.REFUSED:d}
+# Only the supervisor receives SIGTERM: it drains the roles, then stops the stores, each within a bound.
+KillMode=mixed
+TimeoutStopSec={stop_s:.0f}
+UMask=0077
+
+[Install]
+WantedBy={"multi-user" if system else "default"}.target
+"""
+
+
+def quoted(argument: str) -> str:
+    """Return an argument of ExecStart that systemd reads as it is."""
+    inner = _escaped(argument).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{inner}"'
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which systemd expands nothing. Raises CliError for what a unit cannot contain."""
+    if not text.isprintable():
+        raise CliError(
+            "UNUSABLE_PATH",
+            f"a unit cannot contain the path {text!r}",
+            next_step="use a folder without control characters in its name",
+            exit_code=ExitCode.USAGE,
+        )
+    return text.replace("%", "%%")
+
+
+def _place(*, system: bool) -> Path:
+    if system:
+        return Path("/etc/systemd/system")
+    named = os.environ.get("XDG_CONFIG_HOME", "")
+    return (Path(named) if named.startswith("/") else Path.home() / ".config") / "systemd" / "user"
+
+
+def _write(path: Path, text: str, state: StateDir) -> None:
+    """Write the unit unless one of another installation is there. Raises CliError."""
+    try:
+        own = f'--state-dir" {quoted(str(state.root))}\n'
+        if path.exists() and own not in path.read_text("utf-8"):
+            raise CliError(
+                "UNIT_EXISTS",
+                f"{path} is the unit of something else",
+                next_step="choose another name with --name",
+                exit_code=ExitCode.REFUSED,
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    except OSError as exc:
+        raise CliError(
+            "UNIT_NOT_WRITTEN",
+            f"cannot write {path}: {exc.strerror}",
+            next_step="use sudo for --system, or print the unit and place it by hand",
+        ) from exc
+
+
+DRAIN_S: Final = 600.0
+_LEASE_S: Final = 15.0  # a killed worker keeps its lease for some seconds
+_POLL_S: Final = 0.5
+
+
+def resize(state: StateDir, running: Endpoints, count: int, progress: StartProgress) -> Endpoints:
+    """Return the endpoints once ``count`` workers run: those with the highest numbers come and go.
+
+    A worker that goes is drained first. If it cannot be, nothing has changed when CliError is raised.
+    """
+    return asyncio.run(_resized(state, running, count, progress))
+
+
+async def _resized(state: StateDir, running: Endpoints, count: int, progress: StartProgress) -> Endpoints:
+    leaving = worker_names(len(running.workers))[count:]
+    joining = worker_names(count)[len(running.workers) :]
+    client = admin_client(",".join(running.controlplanes), admin_key=running.admin_key)
+    async with client as admin:
+        await _drain(admin, leaving, progress)
+        await _forget(admin, joining)  # what an operator set for an earlier worker of that name
+        found = await asyncio.to_thread(request_workers, state.control, count, progress)
+        await _forget(admin, leaving)
+    return found
+
+
+async def _drain(admin: AdminClient, leaving: Sequence[str], progress: StartProgress) -> None:
+    if not leaving:
+        return
+    await _require_room(admin, leaving)
+    try:
+        for name in leaving:
+            await checked(admin.nodes.drain(name), what=f"cannot drain the node {name}")
+        for name in leaving:
+            await until_drained(
+                admin,
+                name,
+                lambda name, _, detail: progress.event(name, "stopping", detail),
+                timeout_s=DRAIN_S,
+            )
+    except BaseException:
+        for name in leaving:
+            await checked(admin.nodes.uncordon(name), what=f"cannot uncordon the node {name}")
+        raise
+
+
+async def _require_room(admin: AdminClient, leaving: Sequence[str]) -> None:
+    nodes = await checked(admin.nodes.list(), what="cannot list the nodes")
+    left = sum(
+        node.state != cp.NODE_STATE_LOST and not node.cordoned and node.metadata.name not in leaving
+        for node in nodes
+    )
+    deployments = await checked(admin.deployments.list(), what="cannot list the deployments")
+    if large := [one for one in deployments if one.replicas > left]:
+        needs = "; ".join(f"{one.metadata.name} has {one.replicas} replicas" for one in large)
+        scale = " && ".join(f"fairway deployments scale {one.metadata.name} {left}" for one in large)
+        raise CliError(
+            "TOO_FEW_WORKERS",
+            f"{left} workers would be left for replicas, each of which needs a worker of its own: {needs}",
+            next_step=f"`{scale}`, then the same command",
+            exit_code=ExitCode.REFUSED,
+        )
+
+
+async def _forget(admin: AdminClient, names: Sequence[str]) -> None:
+    """Delete the settings of workers that do not run."""
+    deadline_s = time.monotonic() + _LEASE_S
+    for name in names:
+        while True:
+            try:
+                await admin.nodes.delete(name)
+                break
+            except NotFound:
+                break
+            except FairwayError:
+                if time.monotonic() > deadline_s:
+                    return  # it stays listed as lost; `fairway nodes delete` removes it
+            await asyncio.sleep(_POLL_S)
+
 
 StateOption = Annotated[Path, typer.Option("--state-dir", help="Folder of state, logs and secrets.")]
 PortOption = Annotated[

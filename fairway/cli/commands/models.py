@@ -17,11 +17,10 @@ from fairway.cli.flags import Format, OutputOption, YesOption, span_s
 from fairway.cli.fleet.fetching import fetched
 from fairway.cli.state import StateDir
 from fairway.cli.targets import DEFAULT_STATE_DIR
-from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import moment, short_digest, show_bytes
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.listing import Resource, add_list, write_shown
-from fairway.cli.terminal.output import confirm, err, out, plain
+from fairway.cli.terminal.output import Bars, confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.watch import polled
 from fairway.client.publish.publish import Published, PublishProgress

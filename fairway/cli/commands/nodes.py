@@ -9,13 +9,12 @@ import typer
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption
-from fairway.cli.terminal.bars import Bars
 from fairway.cli.terminal.cells import labels, show_bytes
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
-from fairway.cli.terminal.output import err, plain
+from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column
-from fairway.cli.waiting import until_drained
-from fairway.client.admin.wait import state_name
+from fairway.cli.watch import until_drained
+from fairway.client.admin.watch import state_name
 from fairway.v1 import controlplane_pb2 as cp
 
 app = typer.Typer(help="Workers: what they run, and taking them out of service.", no_args_is_help=True)

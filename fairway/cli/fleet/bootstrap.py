@@ -17,7 +17,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
-from fairway.cli.waiting import until_deployed
+from fairway.cli.watch import until_deployed
 from fairway.client import (
     AdminClient,
     Client,
@@ -29,7 +29,7 @@ from fairway.client import (
     Unauthenticated,
     WaitFailed,
 )
-from fairway.client.admin.wait import describe, ready_replicas, until_any_ready
+from fairway.client.admin.watch import describe, ready_replicas, until_any_ready
 from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp

@@ -17,7 +17,6 @@ from pathlib import Path
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.installation import AlreadyRunning, run_installation
 from fairway.cli.fleet.options import UpOptions, search_path
-from fairway.cli.fleet.process import rotate_log, tail
 from fairway.cli.fleet.progress import (
     PipeProgress,
     StartProgress,
@@ -25,6 +24,7 @@ from fairway.cli.fleet.progress import (
     outcome_of,
     read_messages,
 )
+from fairway.cli.fleet.supervisor import rotate_log, tail
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir
 from fairway.cli.terminal.output import err
 from fairway.log_stream import LogStream

@@ -12,7 +12,7 @@ from fairway.cli import embedded
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.options import EVERY_ADDRESS, LOOPBACK, UpOptions, search_path
 from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_answers, tcp_open
-from fairway.cli.fleet.process import ProcessSpec
+from fairway.cli.fleet.supervisor import ProcessSpec
 from fairway.cli.state import StateDir
 
 PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051}

@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from fairway.client.admin import wait as admin_wait
+from fairway.client.admin import watch as admin_wait
 from fairway.client.admin.calls import Service
 from fairway.client.admin.watch import OnLost, WatchUpdate, watch_resources
 from fairway.client.errors import Conflict, NotFound

@@ -6,11 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from fairway.formats.fixed_cost.config import FixedCostConfig
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from fairway.formats.fixed_cost.encoder_tensors import encoder_layout
+from fairway.formats.fixed_cost.config import FixedCostConfig, MlpConfig
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, encoder_layout
 from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
-from fairway.formats.fixed_cost.mlp_config import MlpConfig
 from fairway.formats.weights import Shape, TensorLayout
 
 COUNTERS: Final = re.compile(r".+\.num_batches_tracked")

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 import grpc
 
 from services.core.errors import FairwayError
-from services.ports.streams.message_stream import ClientStream, StreamLost, StreamMethod
+from services.ports.streams import ClientStream, StreamLost, StreamMethod
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.status import from_rpc_error
 

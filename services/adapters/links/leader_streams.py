@@ -14,8 +14,7 @@ from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDir
 from services.core.errors import NoLeader
 from services.core.fleet import PlacementFrame, ReportSnapshot
 from services.core.generation import PlaceSpec
-from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost, StreamMethod
-from services.ports.streams.report_stream import ReportAnswer
+from services.ports.streams import ClientStream, ReportAnswer, StreamClient, StreamLost, StreamMethod
 from services.rpc.convert.scheduler import (
     connect_request,
     counters_from_proto,

@@ -14,8 +14,7 @@ from services.core.errors import FairwayError
 from services.core.fixed_cost.rows import RowSpec
 from services.core.generation import AnyGrant, StartSpec, TokenLogprobs
 from services.ports.clock import Clock
-from services.ports.streams.message_stream import ClientStream, StreamClient, StreamLost
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import ClientStream, StepFrame, StreamClient, StreamLost
 from services.ports.worker import RowSink, RunningRow, RunningSequence, SequenceSink
 from services.rpc.convert.rows import row_to_proto
 from services.rpc.convert.worker import frame_from_proto, start_to_proto

@@ -46,7 +46,7 @@ from services.core.backoff import Backoff
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter
 from services.ports.clock import Clock
-from services.ports.streams.report_stream import ReportAnswer
+from services.ports.streams import ReportAnswer
 from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()

@@ -27,7 +27,7 @@ from services.adapters.threads import in_thread
 from services.core.generation import Usage
 from services.core.shares import share_of
 from services.ports.limiter import Reservation
-from services.runtime.process.tenant_loop import nobody
+from services.runtime.process.tenant_turns import nobody
 
 log = structlog.get_logger()
 

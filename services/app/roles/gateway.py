@@ -46,7 +46,6 @@ from services.core.records import (
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.batches.service import BatchService
-from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
@@ -79,12 +78,12 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.poison.quarantine import Quarantined
-from services.ports.streams.message_stream import StreamClient
+from services.ports.streams import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import RpcService
 from services.rpc.status import by_reason
 from services.runtime.config import Settings, read_secret
-from services.runtime.fleet_state.objectives import ObjectiveIndex
+from services.runtime.fleet_state.indexes import ObjectiveIndex, TenantBudgets
 from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
 from services.runtime.secrets import (

@@ -21,7 +21,7 @@ from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.records import GATEWAYS, Gateway, dump
 from services.ports.idempotency import RecordLimits
 from services.runtime.config import Settings, read_secrets
-from services.runtime.fleet_state.registration import Registration
+from services.runtime.fleet_state.lease import Registration
 from services.runtime.process.health import Check
 from services.runtime.reserve import Reserve
 

@@ -14,7 +14,7 @@ from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import UsageListing
 from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FailedPrecondition
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from services.runtime.fleet_state.leadership import Election
 
 _DAY_S: Final = 86_400.0

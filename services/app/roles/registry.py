@@ -12,7 +12,7 @@ from services.adapters.blobs.s3 import S3Blobs, open_bucket
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.shared import nothing
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.ports.blob_store import BlobStore
 from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer

@@ -13,10 +13,9 @@ from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.telemetry import AlertTelemetry
 from services.core.records import OBJECTIVES, Objective, leader_key
-from services.gateway.slis.recorder import SliRecorder
-from services.gateway.slis.reporter import SliReporter
+from services.gateway.slis import SliRecorder, SliReporter
+from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.leadership import Election
-from services.runtime.fleet_state.objectives import ObjectiveIndex
 
 
 def open_objectives(

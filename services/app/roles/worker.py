@@ -14,7 +14,7 @@ from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_usage_outbox, start_outbox
 from services.app.roles.shared import open_directory, open_model_files
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.ports.clock import Clock
 from services.rpc.server import RpcService
 from services.runtime.config import Settings

@@ -16,9 +16,8 @@ from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import merged
 from services.core.paging import page_of
 from services.core.records import Objective
-from services.rpc.convert.inference import PRIORITIES
+from services.rpc.convert.inference import PRIORITIES, seconds_of
 from services.rpc.convert.slis import finished_to_proto, report_from_proto
-from services.rpc.convert.times import seconds_of
 from services.runtime.ids import request_id_of
 
 _LIMIT: Final = 100

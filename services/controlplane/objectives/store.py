@@ -32,7 +32,7 @@ from services.core.estimates.finished import FinishedRequests
 from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
 from services.core.records import BurnAlert, Priority, Sli
 from services.ports.clock import Clock
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
 from services.rpc.convert.slis import (
     clusters_to_proto,

@@ -26,8 +26,8 @@ from services.core.records import (
 )
 from services.ports.clock import Clock
 from services.ports.limiter import Spent
-from services.ports.spending import Spending
 from services.ports.store import Delete, Store
+from services.ports.usage import Spending
 from services.runtime.idempotent_writes import WriteSet
 
 log = structlog.get_logger()

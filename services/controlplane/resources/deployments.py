@@ -13,7 +13,7 @@ from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
 from services.core.errors import FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest, is_tag
-from services.core.outputs.families import named_form
+from services.core.outputs.forms import named_form
 from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,

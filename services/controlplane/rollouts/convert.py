@@ -26,8 +26,7 @@ from services.core.errors import InvalidInput
 from services.core.records import Priority
 from services.core.rollouts.routes import WHOLE_BP, RouteArm, Shadow, SplitRules
 from services.rpc.convert.controlplane import META, resource_to_proto
-from services.rpc.convert.inference import timestamp
-from services.rpc.convert.times import duration_of, seconds_of
+from services.rpc.convert.inference import duration_of, seconds_of, timestamp
 
 Kind = TypeVar("Kind", GateMetric, Priority)
 

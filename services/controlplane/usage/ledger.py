@@ -29,7 +29,7 @@ from services.controlplane.usage.policy.queries import UsageQuery, UsageRow, add
 from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FairwayError, NoLeader, NotFound, QueueFull, StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.supervisor import first_of
 

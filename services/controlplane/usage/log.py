@@ -37,7 +37,7 @@ from services.controlplane.usage.policy.book import LedgerBook, Segment
 from services.controlplane.usage.policy.lines import Lines, summed
 from services.core.errors import NotFound, StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 
 log = structlog.get_logger()
 

@@ -32,7 +32,7 @@ from services.gateway.policy.batch_turns import UnfinishedBatch, next_batches, n
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
-from services.runtime.process.tenant_loop import run_as
+from services.runtime.process.tenant_turns import run_as
 from services.runtime.supervisor import Supervisor, first_of
 
 log = structlog.get_logger()

@@ -19,9 +19,15 @@ from typing import Any, Final
 
 import msgspec
 
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS, in_json
-from services.core.outputs.forms import CallForm, OutputForm, ReasoningForm
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import (
+    CALL_FORMS,
+    REASONING_FORMS,
+    CallForm,
+    OutputForm,
+    ReasoningForm,
+    Tool,
+    in_json,
+)
 
 _MAX_LITERAL: Final = 64
 _REASONING_FIELDS: Final = ("reasoning_content", "thinking", "reasoning")

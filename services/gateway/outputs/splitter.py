@@ -15,8 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fairway.formats.answers import CallDelta, ContentText, OutputPart, ReasoningText
-from services.core.outputs.forms import CallForm, OutputForm
-from services.core.outputs.tools import MAX_NAME_CHARS
+from services.core.outputs.forms import MAX_NAME_CHARS, CallForm, OutputForm
 
 # Most whitespace that is held back until it is clear whether a mark follows; more of it is content.
 _MAX_BLANKS: Final = 64

@@ -37,8 +37,7 @@ from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
-from services.rpc.convert.inference import PRIORITY_OF
-from services.rpc.convert.times import seconds_of
+from services.rpc.convert.inference import PRIORITY_OF, seconds_of
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 

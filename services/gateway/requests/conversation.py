@@ -5,7 +5,7 @@ from __future__ import annotations
 from fairway.v1 import inference_pb2
 from services.gateway.requests.tool_use import tool_use
 from services.gateway.text.text_model import ChatMessage, Conversation
-from services.rpc.convert.outputs import CALL
+from services.rpc.convert.inference import CALL
 
 
 def conversation_of(generation: inference_pb2.Generation) -> Conversation:

@@ -11,14 +11,12 @@ import msgspec
 from fairway.v1 import inference_pb2
 from services.core.errors import ConstraintRefused, FairwayError, InvalidInput, UnsupportedFeature
 from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
-from services.core.outputs.families import named_form
-from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool, ToolChoice, ToolMode, name_for_model
+from services.core.outputs.forms import OutputForm, Tool, ToolChoice, ToolMode, name_for_model, named_form
 from services.core.records import Deployment
 from services.gateway.outputs.forms import CallRules, call_grammar, reasoned_grammar, texts_of
 from services.gateway.text.text_model import TextModel
 from services.gateway.text.tokenise import Tokeniser
-from services.rpc.convert.outputs import tool_choice_from_proto, tools_from_proto
+from services.rpc.convert.inference import tool_choice_from_proto, tools_from_proto
 
 MAX_TOOL_BYTES: Final = 256 * 1024
 MAX_SCHEMA_DEPTH: Final = 64

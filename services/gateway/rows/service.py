@@ -10,8 +10,7 @@ from msgspec import Struct
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation, Signature
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.events import Received

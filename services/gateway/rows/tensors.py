@@ -10,8 +10,7 @@ import numpy as np
 
 from services.core.errors import InternalError, InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import ANY, TILES, TensorSpec, tiles_of
+from services.core.fixed_cost.signature import ANY, TILES, Signature, TensorSpec, tiles_of
 from services.gateway.rows.inputs import PreparedRows, check_count, check_ids, check_length, check_total
 
 ELEMENT_BYTES: Final = {

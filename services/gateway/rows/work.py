@@ -18,8 +18,7 @@ from services.core.errors import (
 )
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation, Signature
 from services.core.generation import Principal, StageClock, Usage
 from services.core.limits import Price, RateState
 from services.core.usage import RequestUsage
@@ -35,11 +34,11 @@ from services.gateway.requests.terms import RunTerms, usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.rows.inputs import PreparedRows
 from services.gateway.service_types import Ports, RowsMessage
-from services.gateway.slis.recorder import subject_of
+from services.gateway.slis import subject_of
 from services.gateway.text.text_model import TextModel
 from services.ports.limiter import Reservation
 from services.ports.rows import RowRunner
-from services.rpc.convert.times import seconds_of
+from services.rpc.convert.inference import seconds_of
 
 _SHAPED_ROWS: Final = 64  # most rows of a request whose widths are recorded
 # Returns the rows of the request for a version, within the tenant's quotas.

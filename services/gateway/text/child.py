@@ -1,4 +1,9 @@
-"""The gateway's end of one text process: starts it, sends orders within cost limits, kills and reaps it."""
+"""The gateway's end of one text process: starts it, sends orders within cost limits, kills and reaps it.
+
+The check of a version's text files loads them once in a process of its own, as a gateway does. The registry
+runs it before it creates a version, a worker before the version is READY. It finds files that a gateway could
+not load, with the same bounds and the same code.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +25,7 @@ from services.core.errors import (
     ConstraintRefused,
     FailedPrecondition,
     FairwayError,
+    InternalError,
     InvalidInput,
     Unavailable,
 )
@@ -28,13 +35,16 @@ from services.gateway.text.messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     Answer,
+    Loaded,
+    LoadText,
     Order,
+    TextRefused,
     decode_answer,
     encode_message,
+    error_of,
 )
 from services.ports.clock import Clock
-from services.runtime.process.child_end import wait_end
-from services.runtime.process.child_process import bare_environment
+from services.runtime.process.child import bare_environment, wait_end
 from services.runtime.supervisor import Supervisor
 
 TEXT_MODULE: Final = ("-P", "-m", "services.gateway.text.process")
@@ -295,3 +305,45 @@ class TextLimits:
         if cause is Cause.CPU:
             return f"more than {cpu_s:g} s of processor time"
         return f"more than {self.memory_bytes // 2**20} MiB of memory" if cause is Cause.MEMORY else ""
+
+
+MAX_CHECKS: Final = 2
+
+
+class TextProcessCheck:
+    """Implements ``TextCheck``. Event loop only."""
+
+    def __init__(self, clock: Clock, supervisor: Supervisor, limits: TextLimits | None = None) -> None:
+        self._clock = clock
+        self._supervisor = supervisor
+        self._limits = limits if limits is not None else TextLimits()
+        self._running = asyncio.Semaphore(MAX_CHECKS)
+
+    async def fault(self, folder: Path, version_digest: str) -> str:
+        """See ``TextCheck``."""
+        limits = self._limits
+        order = LoadText(str(folder), version_digest, limits.load_cpu_s, limits.memory_bytes)
+        process = TextProcess(self._clock, nice=False)
+        async with self._running:
+            try:
+                process.start()
+                own(self._supervisor, "text check", process, self._reap(process))
+                await process.connect()
+                async with asyncio.timeout(limits.wait_s(limits.load_cpu_s)):
+                    answer = await process.send_order(order, patience_s=limits.wait_s(limits.load_cpu_s))
+            except ProcessEnded as ended:
+                raise limits.load_error(ended.cause, version_digest) from None
+            except TimeoutError:
+                raise limits.load_error(Cause.HUNG, version_digest) from None
+            finally:
+                process.kill(Cause.STOPPED)
+        match answer:
+            case Loaded(model=model):
+                return model.template_fault
+            case TextRefused():
+                raise error_of(answer)
+        raise InternalError("no answer to Load")
+
+    async def _reap(self, process: TextProcess) -> None:
+        """Own a started process until it has ended."""
+        await process.wait()

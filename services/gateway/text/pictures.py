@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from fairway.formats.fixed_cost.picture_config import MAX_SIDE, PictureConfig
+from fairway.formats.fixed_cost.image_config import MAX_SIDE, PictureConfig
 from services.core.errors import InvalidInput
-from services.core.fixed_cost.tensors import ANY
+from services.core.fixed_cost.signature import ANY
 from services.gateway.text.text_model import Pixels
 
 MAX_PIXELS: Final = 16 * 1024 * 1024

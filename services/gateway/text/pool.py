@@ -18,6 +18,7 @@ from typing import Final
 
 import structlog
 
+from services.core.backoff import Backoff
 from services.core.errors import (
     FailedPrecondition,
     FairwayError,
@@ -35,16 +36,21 @@ from services.gateway.text.messages import (
     CheckConstraint,
     ConstraintPassed,
     Decoded,
+    DecodePicture,
+    DecodeTokens,
+    EncodeChat,
     Encoded,
+    EncodePrompt,
+    EncodeRows,
     Loaded,
     LoadText,
+    Order,
     PictureDecoded,
     RowsEncoded,
     TextRefused,
     error_of,
     ids_of,
 )
-from services.gateway.text.text_job import AnyRead, AnyText, TextJob, ended_error, order_of
 from services.gateway.text.text_model import (
     Conversation,
     DecodedText,
@@ -58,10 +64,65 @@ from services.gateway.text.text_model import (
     TokenRun,
 )
 from services.ports.clock import Clock
-from services.runtime.process.tenant_loop import nobody
-from services.runtime.process.tenant_turns import TenantRoundRobin
+from services.runtime.process.tenant_turns import TenantRoundRobin, nobody
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
+
+# A short text takes at most about 20 ms of a processor: the longest delay of another tenant's.
+SHORT_BYTES: Final = 16 * 1024
+
+# What is read, and what becomes of it.
+AnyText = str | Conversation | RowTexts | PictureFile | TokenRun | Constraint
+AnyRead = EncodedText | EncodedRows | Pixels | DecodedText | Constraint
+
+
+@dataclass(eq=False, slots=True)
+class TextJob:
+    """It waits or is being read; ``future`` receives what becomes of it."""
+
+    tenant_id: str
+    text: AnyText
+    size_bytes: int
+    future: asyncio.Future[AnyRead]
+    retried: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        """Constraints and pictures are: their cost does not follow from their size, and may end a process."""
+        return self.size_bytes > SHORT_BYTES or isinstance(self.text, Constraint | PictureFile)
+
+    def fail(self, error: FairwayError) -> None:
+        """Return the error to the caller, unless it has a result or is gone."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def order_of(job: TextJob, limits: TextLimits) -> Order:
+    """Return the order that reads the text."""
+    cpu_s = limits.cpu_s(job.size_bytes)
+    match job.text:
+        case Constraint() as constraint:
+            return CheckConstraint(constraint, limits.constraint_cpu_s, limits.load_cpu_s)
+        case str(text):
+            return EncodePrompt(text, cpu_s)
+        case RowTexts() as rows:
+            return EncodeRows(rows, cpu_s)
+        case PictureFile() as picture:
+            return DecodePicture(picture, cpu_s)
+        case TokenRun() as run:
+            return DecodeTokens(run, cpu_s)
+        case chat:
+            return EncodeChat(chat, cpu_s)
+
+
+def ended_error(job: TextJob, cause: Cause, limits: TextLimits) -> FairwayError:
+    """Return the error of a text on which its process ended."""
+    if isinstance(job.text, Constraint):
+        return limits.constraint_error(cause)
+    if isinstance(job.text, PictureFile):
+        return limits.picture_error(cause, job.size_bytes)
+    return limits.read_error(cause, job.size_bytes)
+
 
 log = structlog.get_logger()
 
@@ -72,7 +133,7 @@ MAX_LOADS: Final = 2
 MAX_PENDING: Final = 4096
 MAX_PENDING_BYTES: Final = 64 * 1024 * 1024
 TICK_S: Final = 0.05
-RETRY_S: Final = (1.0, 60.0)  # the delay before a failed start is retried: first, maximum
+RETRY: Final = Backoff(1.0, 60.0)  # delay of the next start after failed ones
 MAX_FAILED: Final = 256
 _ID_BYTES: Final = 4  # what a token id counts as
 _UNLOADED: Final = "the version's tokenizer was unloaded; send the request again"
@@ -418,9 +479,8 @@ class TextProcesses:
             await self._open(version, process)
         except FairwayError as error:
             log.warning("text_process.start_failed", version_digest=version.digest, reason=error.reason)
-            first_s, most_s = RETRY_S
-            version.retry_at_s = self._clock.monotonic_s() + min(most_s, first_s * 2.0**version.failures)
-            version.failures = min(version.failures + 1, 10)
+            version.retry_at_s = self._clock.monotonic_s() + RETRY.longest_s(version.failures)
+            version.failures += 1
             if process in version.processes:
                 version.processes.remove(process)
             if not version.processes:
@@ -465,9 +525,8 @@ class TextProcesses:
 
     def _record_failure(self, digest: str, error: FailedPrecondition) -> None:
         known = self._failed.pop(digest, None)
-        count = 1 if known is None else min(known.count + 1, 10)
-        first_s, most_s = RETRY_S
-        until_s = self._clock.monotonic_s() + min(most_s, first_s * 2.0**count)
+        count = 1 if known is None else known.count + 1
+        until_s = self._clock.monotonic_s() + RETRY.longest_s(count)
         self._failed[digest] = _Failure(error, count, until_s)
         while len(self._failed) > MAX_FAILED:
             self._failed.popitem(last=False)

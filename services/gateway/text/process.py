@@ -47,7 +47,7 @@ from services.gateway.text.messages import (
 from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import DecodedText
 from services.runtime.clock import SystemClock
-from services.runtime.process.child_process import die_with_parent
+from services.runtime.process.child import die_with_parent
 
 # Further processes run at a lower priority: they use otherwise idle processor time.
 NICENESS: Final = 5

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
-from fairway.formats.fixed_cost.picture_config import CHANNELS, PREPROCESSOR, parse_pictures
+from fairway.formats.fixed_cost.image_config import CHANNELS, PREPROCESSOR, parse_pictures
 from fairway.formats.fixed_cost.pooling import MODULES, last_token
 from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.signature import Signature, signature_of, signature_of_decoder

@@ -15,8 +15,7 @@ from fairway.formats.answers import ToolCall
 from fairway.formats.version_files import GATEWAY_FILES
 from services.core.fixed_cost.signature import Signature
 from services.core.generation import Constraint
-from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import OutputForm, Tool
 from services.gateway.outputs.forms import MarkToken
 
 # Size that takes about 4 s of a text process at most, which delays no other client: see ``text/child.py``.

@@ -34,8 +34,7 @@ from services.core.records import (
     VersionRecord,
     Worker,
 )
-from services.rpc.convert.inference import PRIORITIES, PRIORITY, timestamp
-from services.rpc.convert.times import duration_of, seconds_of
+from services.rpc.convert.inference import PRIORITIES, PRIORITY, duration_of, seconds_of, timestamp
 from services.rpc.convert.worker import LOADED, VERSION_STATES
 
 M = TypeVar("M", bound=Message)

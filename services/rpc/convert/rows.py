@@ -9,8 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import common_pb2, worker_pb2
 from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec
-from services.rpc.convert.inference import PRIORITY
-from services.rpc.convert.times import seconds_of
+from services.rpc.convert.inference import PRIORITY, seconds_of
 from services.rpc.status import by_reason
 
 ENGINE_LOST: Final = "ENGINE_LOST"

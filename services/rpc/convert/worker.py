@@ -27,7 +27,7 @@ from services.core.generation import (
 )
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import LoadedVersion, VersionState
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from services.rpc.convert.inference import (
     FINISH_REASONS,
     FINISH_REASONS_BACK,
@@ -35,12 +35,12 @@ from services.rpc.convert.inference import (
     PRIORITY,
     constraint_from_proto,
     constraint_to_proto,
+    seconds_of,
     timestamp,
     token_logprobs,
 )
 from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
-from services.rpc.convert.times import seconds_of
 
 NOT_ADMITTED_REASONS: Final = numbers_of(NotAdmittedReason, worker_pb2.NotAdmittedReason)
 VERSION_STATES: Final = numbers_of(VersionState, worker_pb2.VersionState)

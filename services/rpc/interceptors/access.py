@@ -21,10 +21,9 @@ from services.core.errors import (
 )
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.rpc.connections import Connections
+from services.rpc.connections import Connections, UnauthenticatedCalls
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
-from services.rpc.unauthenticated import UnauthenticatedCalls
-from services.runtime.process.tenant_loop import run_as
+from services.runtime.process.tenant_turns import run_as
 
 Authenticate = Callable[[str | None], Principal]
 

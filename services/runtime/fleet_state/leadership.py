@@ -18,8 +18,7 @@ import structlog
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.store import Committed, Compacted, KeyRemoved, LeaseLost, ModRevisionIs, Put, Store
-from services.runtime.fleet_state.lease import LeaseHolder
-from services.runtime.fleet_state.registration import Registration
+from services.runtime.fleet_state.lease import LeaseHolder, Registration
 from services.runtime.supervisor import first_of
 
 __all__ = ["Election", "Leadership", "LeaseHolder", "Registration"]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from services.core.decisions import ClassWait, PoolQueue, QueueShare
 from services.core.fleet import TenantCounter
-from services.core.queues import ClassWait, PoolQueue, QueueShare
 from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView, PoolLevels
 from services.scheduler.queue.flow_queue import FlowQueue

@@ -31,8 +31,7 @@ from services.core.records import (
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
 from services.runtime.fleet_state.informer import Informer
-from services.runtime.fleet_state.lease import LeaseHolder
-from services.runtime.fleet_state.registration import Registration
+from services.runtime.fleet_state.lease import LeaseHolder, Registration
 from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot

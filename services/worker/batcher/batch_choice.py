@@ -10,7 +10,7 @@ from typing import Final
 
 from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
 from services.core.fixed_cost.rows import BatchWindow
-from services.core.fixed_cost.tensors import TILES, tiles_of
+from services.core.fixed_cost.signature import TILES, tiles_of
 from services.worker.batcher.arriving_rows import ArrivingRows
 from services.worker.batcher.policy.batch_key import BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve

@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from fairway.log_stream import LogStream
-from services.runtime.process.child_process import die_with_parent
+from services.runtime.process.child import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
 from services.worker.engine.core import DuplicateHandle
 from services.worker.engine.load.loading import Report, load

@@ -20,7 +20,7 @@ from services.core.estimates.traffic_shapes import (
     SamplingKind,
 )
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import TensorSpec
+from services.core.fixed_cost.signature import TensorSpec
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine_protocol import Ready, RowCosts, Submit
 

@@ -24,7 +24,7 @@ from fairway.task_group import TaskGroup
 from services.core.errors import FailedPrecondition
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
-from services.runtime.process.child_end import is_stopped, wait_end
+from services.runtime.process.child import is_stopped, wait_end
 from services.runtime.process.folders import temporary_folder
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (

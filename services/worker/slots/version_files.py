@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fairway.formats import drafts
+from fairway.formats import version_files
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
 from fairway.formats.safetensors import tensors_of
@@ -20,7 +20,7 @@ from services.core.errors import FailedPrecondition
 from services.core.records import AssignedVersion
 from services.core.rollouts.computation import READ
 from services.ports.clock import Clock
-from services.ports.text_check import TextCheck
+from services.ports.registry import TextCheck
 from services.worker.detokenizer import Vocabulary, load_vocabulary
 from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine_protocol import EngineConfig
@@ -170,8 +170,8 @@ def without_weights(path: str) -> bool:
 
 def draft_of(folder: Path) -> Path | None:
     """Return the folder of the version's draft, or None. Blocks for I/O."""
-    draft = folder / drafts.FOLDER
-    return draft if (draft / drafts.CONFIG).exists() else None
+    draft = folder / version_files.DRAFT_FOLDER
+    return draft if (draft / version_files.DRAFT_CONFIG).exists() else None
 
 
 def read_limits(folder: Path) -> EngineLimits:

@@ -11,7 +11,7 @@ from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from services.worker.streams.admission import FallbackAdmission, GrantFence
 from services.worker.streams.charges import DeviceTime, Tally
 from services.worker.streams.kv import PrefixSet

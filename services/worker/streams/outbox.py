@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.core.fixed_cost.rows import RowEnd
 from services.core.generation import NotAdmittedReason, SequenceEnd
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.live_sequence import WorkerSequence
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,11 @@ from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.quarantine.store import StoreQuarantine
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.core.errors import FairwayError
+from services.controlplane.objectives.store import SliStore
+from services.core.arms import SliReceipt, SliReport
+from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.core.fixed_cost.rows import RawTensor, RowsRequest
-from services.core.generation import Principal
+from services.core.generation import Constraint, Principal
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
@@ -47,30 +49,133 @@ from services.gateway.rows.leases import GatewayLeases
 from services.gateway.rows.runner import LeasedRows
 from services.gateway.service import GatewayService, drain
 from services.gateway.service_types import GatewayLimits, Ports
-from services.gateway.slis.recorder import SliRecorder
-from services.gateway.slis.reporter import SliReporter
+from services.gateway.slis import SliRecorder, SliReporter
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
+from services.gateway.text.encoder import TextEncoder
+from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
+from services.gateway.text.text_model import (
+    Conversation,
+    EncodedRows,
+    EncodedText,
+    OpenFolder,
+    PictureFile,
+    Pixels,
+    RowTexts,
+    TextModel,
+    TokenRun,
+)
 from services.gateway.text.tokenise import PrefixNames
+from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.ports.poison.quarantine import Quarantine, Quarantined
 from services.ports.store import Entry, Store
 from services.ports.worker import WorkerClient
+from services.rpc.convert.slis import report_from_proto, report_to_proto
 from services.rpc.status import by_reason
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import issue_ticket
 from services.runtime.telemetry.metrics import Metrics
 from simulator.fleet.clients.row_client import RowsEnded, SimRows
-from simulator.fleet.nodes.local_texts import LocalTexts
-from simulator.fleet.nodes.remote_slis import RemoteSlis
-from simulator.fleet.nodes.shared_redis import RedisLink, RemoteLimiter, RemoteRecords
+from simulator.fleet.nodes.shared_stores import RedisLink, RemoteLimiter, RemoteRecords
 from simulator.fleet.rollout_watch import WatchedCatalog
 from simulator.fleet.spec import ROWS_DIGEST, ROWS_MODEL, FleetSpec
 from simulator.kernel.links.store_link import SimStore
 from simulator.kernel.links.streams import SimStreams
-from simulator.kernel.network import Network
+from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process
+
+
+class LocalTexts:
+    """Implements ``Texts`` in the executor's threads, without bounds."""
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._encoders: dict[str, TextEncoder | RowEncoder] = {}
+
+    async def load(self, version_digest: str, folder: OpenFolder) -> TextModel:
+        loop = asyncio.get_running_loop()
+        async with folder() as path:
+            encoder = await loop.run_in_executor(
+                self._executor, load_version, path, version_digest, self._clock
+            )
+        self._encoders[version_digest] = encoder
+        return encoder.model
+
+    def unload(self, version_digest: str) -> None:
+        self._encoders.pop(version_digest, None)
+
+    async def read(
+        self, model: TextModel, tenant_id: str, text: str | Conversation, *, size_bytes: int
+    ) -> EncodedText:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
+        loop = asyncio.get_running_loop()
+        if isinstance(text, str):
+            ids = await loop.run_in_executor(self._executor, encoder.encode_prompt, text)
+        else:
+            ids = await loop.run_in_executor(
+                self._executor, encoder.encode_chat, text.messages, text.variables, text.tools
+            )
+        return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
+
+    async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "tokens of a fixed-cost model"
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.decode, run.ids)
+
+    async def read_rows(
+        self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
+    ) -> EncodedRows:
+        encoder = self._encoder(model)
+        encode = rows_of(encoder).encode_rows
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode, rows)
+
+    async def read_picture(self, model: TextModel, tenant_id: str, picture: PictureFile) -> Pixels:
+        decode = rows_of(self._encoder(model)).decode_picture
+        return await asyncio.get_running_loop().run_in_executor(self._executor, decode, picture)
+
+    async def check(self, model: TextModel, tenant_id: str, constraint: Constraint) -> Constraint:
+        encoder = self._encoder(model)
+        assert isinstance(encoder, TextEncoder), "a constraint of a fixed-cost model"
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, encoder.open_grammars)
+        return await loop.run_in_executor(self._executor, encoder.check, constraint)
+
+    def _encoder(self, model: TextModel) -> TextEncoder | RowEncoder:
+        encoder = self._encoders.get(model.version_digest)
+        if encoder is None:
+            raise Unavailable("the version was given up", retry_after_s=0.0)
+        return encoder
+
+
+_REPORT_S: Final = 10.0  # the interval of adapters.grpc.slis
+
+
+class RemoteSlis:
+    """Implements the gateway's ``SliReports``. Reports are encoded, so that no sums are shared."""
+
+    def __init__(self, process: Process, network: Network, directory: SchedulerDirectory) -> None:
+        self._process = process
+        self._network = network
+        self._directory = directory
+
+    async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
+        leader = self._directory.leader
+        if leader is None:
+            raise NoLeader("no control plane leads", retry_after_s=1.0)
+        messages = [report_to_proto(one) for one in reports]
+
+        async def count(slis: SliStore) -> SliReceipt:
+            return slis.report(source, first, oldest, tuple(map(report_from_proto, messages)))
+
+        try:
+            return await self._network.ask(self._process, leader.address, count, within_s=_REPORT_S)
+        except Unreachable as error:
+            raise NoLeader("the control plane does not answer", retry_after_s=1.0) from error
+
 
 TICKET_KEY: Final = b"the simulation's ticket key"
 _PREFIX_SECRET: Final = b"the simulation's prefix secret"

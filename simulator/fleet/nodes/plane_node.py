@@ -1,4 +1,4 @@
-"""A control plane's process: planner, rollouts and indicators, which act while it leads."""
+"""The processes that act while they lead: a control plane's, and a scheduler's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.rollouts.controller import RolloutController
-from services.core.records import OBJECTIVES, ROOT, Leader, Objective, dump, load
+from services.core.records import OBJECTIVES, ROOT, Leader, Objective, dump, leader_key, load
 from services.ports.store import Entry, Store
+from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
-from services.runtime.fleet_state.objectives import ObjectiveIndex
-from simulator.fleet.nodes.shared_ledger import RemoteLedger
+from services.scheduler.service import SchedulerService
+from services.scheduler.telemetry import SchedulerTelemetry
+from services.scheduler.term import Term
+from simulator.fleet.grant_watch import GrantWatch
+from simulator.fleet.nodes.gateway_node import TICKET_KEY
+from simulator.fleet.nodes.shared_stores import RemoteLedger
 from simulator.fleet.rollout_watch import LEADER_KEY, RolloutListener, SignedStore
 from simulator.fleet.spec import FleetSpec
+from simulator.kernel.links.scheduler import serve_scheduler
+from simulator.kernel.links.store_link import SimStore
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
 
@@ -79,3 +86,44 @@ class PlaneNode:
 
 def _objective(entry: Entry) -> Objective:
     return load(entry.value, Objective)
+
+
+class SchedulerNode:
+    """One life of a scheduler. Built inside its process."""
+
+    def __init__(
+        self,
+        spec: FleetSpec,
+        process: Process,
+        network: Network,
+        watch: GrantWatch,
+    ) -> None:
+        self.process = process
+        self.name = process.name
+        clock, rng = process.clock, process.rng
+        self.service = self.make_service(spec, watch.telemetry(clock))
+        leader = Leader(leader_id=process.ids.request_id(), address=process.name)
+        self.election = Election(
+            SimStore(process, network),
+            leader_key("scheduler"),
+            dump(leader),
+            spec.leader_ttl_s,
+            clock,
+            rng=rng,
+        )
+        serve_scheduler(process, network, process.name, self.service)
+
+    def make_service(self, spec: FleetSpec, telemetry: SchedulerTelemetry) -> SchedulerService:
+        """Return the service of this life; a test overrides it with one that is broken."""
+        process = self.process
+        return SchedulerService(TICKET_KEY, spec.term, process.clock, process.rng, telemetry=telemetry)
+
+    def start(self) -> None:
+        """Begin the tasks of the process."""
+        self.process.supervisor.spawn("election", self.election.run())
+        self.process.supervisor.spawn("scheduler", self.service.run(self.election))
+
+    @property
+    def term(self) -> Term | None:
+        """The term that it leads, None while it does not."""
+        return self.service.term if self.process.alive else None

@@ -2,23 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from services.core.fixed_cost.rows import RowSpec
+from services.core.fleet import SequenceUsage
+from services.core.generation import NotAdmittedReason, StartSpec
 from services.core.usage import SequenceDeviceUse, UsageEvent
+from services.ports.streams import StepFrame, WorkerStream
 from services.worker.detokenizer import Detokenizer
 from services.worker.streams.admission import FallbackAdmission
-from services.worker.streams.charges import DeviceKind, DeviceTime
+from services.worker.streams.charges import DeviceKind, DeviceTime, Key, Tally
 from services.worker.streams.host import SequenceHost
 from simulator.engine.cost_model import cost_model, slowed
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.fleet.clients.client import EOS_ID, output_length
-from simulator.fleet.grant_watch import GrantWatch
-from simulator.fleet.nodes.watched_host import WatchedHost, WatchedTally
+from simulator.fleet.grant_watch import ComputedTokens, GrantWatch
 from simulator.fleet.spec import MODEL, VERSION_DIGEST, VOCABULARY, FleetSpec, VersionSpec, WorkerSpec
 from simulator.kernel.network import Network
 from simulator.kernel.process import Process
+
+Started = Callable[[StartSpec], None]
+
+
+class WatchedHost:
+    """Implements ``ports.worker_stream.WorkerStreams`` over a host; ``started`` is called inside of it."""
+
+    def __init__(self, host: SequenceHost, started: Started) -> None:
+        self._host = host
+        self._started = started
+
+    def open(self, wake: Callable[[], None]) -> WorkerStream:
+        return _WatchedStream(self._host, wake, self._started)
+
+
+class _WatchedStream:
+    def __init__(self, host: SequenceHost, wake: Callable[[], None], started: Started) -> None:
+        self._host = host
+        self._stream = host.open(wake)
+        self._started = started
+
+    def start(self, handle: int, spec: StartSpec) -> None:
+        before = self._host.running
+        self._stream.start(handle, spec)
+        if self._host.running > before:
+            self._started(spec)
+
+    def start_row(self, handle: int, spec: RowSpec) -> None:
+        self._stream.start_row(handle, spec)
+
+    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
+        self._stream.refuse(handle, reason)
+
+    def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
+        self._stream.credit(handles, tokens)
+
+    def cancel(self, handles: Sequence[int]) -> None:
+        self._stream.cancel(handles)
+
+    @property
+    def only_accepted(self) -> bool:
+        return self._stream.only_accepted
+
+    def take(self) -> StepFrame | None:
+        return self._stream.take()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class WatchedTally(Tally):
+    """The production tally of one worker; it also reports to the watch."""
+
+    def __init__(self, worker_id: str, watch: GrantWatch) -> None:
+        super().__init__()
+        self._worker_id = worker_id
+        self._watch = watch
+
+    def add_prefill(self, key: Key, tokens: int, cached_tokens: int) -> None:
+        super().add_prefill(key, tokens, cached_tokens)
+        self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(tokens, cached_tokens))
+
+    def add_output(self, key: Key, tokens: int) -> None:
+        super().add_output(key, tokens)
+        if tokens:
+            self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(output=tokens))
+
+    def add_ended(self, usage: SequenceUsage) -> None:
+        super().add_ended(usage)
+        self._watch.ended(self._worker_id, usage)
 
 
 class WorkerNode:

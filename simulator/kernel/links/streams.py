@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Generic, NoReturn, TypeVar
 
 from services.core.errors import FairwayError
-from services.ports.streams.message_stream import ClientStream, MessageStream, StreamLost, StreamMethod
+from services.ports.streams import ClientStream, MessageStream, StreamLost, StreamMethod
 from simulator.kernel.connection import Broken, Silent, SimConnection
 from simulator.kernel.network import Network, Unreachable
 from simulator.kernel.process import Process

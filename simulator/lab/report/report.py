@@ -1,7 +1,11 @@
 """What a simulation shows, as values: the source of the table and of report.json.
 
-Nothing in it depends on the machine or on the time of day, so that equal runs give equal reports:
-``digest`` is over all the rest.
+Nothing in it depends on the machine or on the time of day, so that equal runs give equal reports: ``digest``
+is over all the rest.
+
+Fairness is how evenly tenants that waited at the same time were served. A tenant counts as waiting in a bin
+when it had one request in the queue on average or more. Only tenants of one class are compared, as the
+scheduler's fairness holds within a class. Service is in weighted tokens over the tenant's weight.
 """
 
 from __future__ import annotations
@@ -9,14 +13,228 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
 from typing import Any, Final
 
 from services.core.estimates.sketch import Sketch, merged
-from simulator.lab.report.fairness import Fairness, fairness
-from simulator.lab.report.measure import Group, RecordCollector, Slo
-from simulator.lab.report.samples import Timeline
+from services.core.records import Priority
+from simulator.lab.report.measure import OTHERS, Group, GroupKey, RecordCollector, Slo
+
+MAX_TENANTS: Final = 24
+WINDOW_BINS: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """``jain_*``: mean and least over the windows in which two tenants or more waited throughout.
+
+    None without such a window. ``difference_tokens``: the largest difference in weighted service that two
+    tenants came to while both waited without a break; ``pair`` names them.
+    """
+
+    windows: int
+    jain_mean: float | None
+    jain_least: float | None
+    difference_tokens: float
+    pair: tuple[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    tenant: str
+    service: Sequence[float]
+    waited: Sequence[bool]
+
+
+def jain(values: Sequence[float]) -> float:
+    """Return Jain's index of fairness: 1 when all are equal, 1/n when one has all. ValueError for none."""
+    if not values:
+        raise ValueError("no values")
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
+
+
+def fairness(collector: RecordCollector, weights: Mapping[str, float]) -> Fairness:
+    """Return how evenly the tenants were served; weights of tenants without one are 1."""
+    indices: list[float] = []
+    worst, pair = 0.0, None
+    for priority in Priority:
+        courses = _courses(collector, priority, weights)
+        indices += _windows(courses)
+        for left, right in combinations(courses, 2):
+            difference = _difference(left, right)
+            if difference > worst:
+                worst, pair = difference, (left.tenant, right.tenant)
+    mean = sum(indices) / len(indices) if indices else None
+    return Fairness(len(indices), mean, min(indices, default=None), worst, pair)
+
+
+def _courses(collector: RecordCollector, priority: Priority, weights: Mapping[str, float]) -> list[_Course]:
+    """Return the courses of the tenants with the most requests of a class, over bins of one width."""
+
+    def busiest(key: GroupKey) -> tuple[int, str]:
+        return -sum(collector.groups[key].outcomes.values()), key[0]
+
+    keys = [key for key in collector.groups if key[1] is priority and key[0] != OTHERS]
+    groups = [(key[0], collector.groups[key]) for key in sorted(keys, key=busiest)[:MAX_TENANTS]]
+    if not groups:
+        return []
+    width_s = max(max(group.service.width_s, group.waiting.width_s) for _, group in groups)
+    length = int(collector.last_s / width_s) + 1
+    courses = []
+    for tenant, group in groups:
+        weight = weights.get(tenant, 1.0)
+        service = _padded(group.service.widened(width_s), length)
+        waited = [waiting >= width_s for waiting in _padded(group.waiting.widened(width_s), length)]
+        courses.append(_Course(tenant, [amount / weight for amount in service], waited))
+    return courses
+
+
+def _windows(courses: Sequence[_Course]) -> list[float]:
+    length = len(courses[0].service) if courses else 0
+    found = []
+    for start in range(0, length - WINDOW_BINS + 1, WINDOW_BINS):
+        window = slice(start, start + WINDOW_BINS)
+        served = [sum(course.service[window]) for course in courses if all(course.waited[window])]
+        if len(served) >= 2:
+            found.append(jain(served))
+    return found
+
+
+def _difference(left: _Course, right: _Course) -> float:
+    """Return the largest |W_left - W_right| over any interval in which both waited throughout."""
+    worst = 0.0
+    ahead = least = most = 0.0
+    for index, both in enumerate(zip(left.waited, right.waited, strict=True)):
+        if not all(both):
+            ahead = least = most = 0.0
+            continue
+        ahead += left.service[index] - right.service[index]
+        least, most = min(least, ahead), max(most, ahead)
+        worst = max(worst, most - least)
+    return worst
+
+
+def _padded(values: Sequence[float], length: int) -> list[float]:
+    return [*values[:length], *([0.0] * (length - len(values)))]
+
+
+MAX_SAMPLES: Final = 480
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """One worker. What is not a level counts since its engine started: a smaller value is a new engine.
+
+    ``busy_s`` are seconds inside steps, ``kv_ratio`` is the share of KV blocks that is reserved.
+    """
+
+    name: str
+    prefill_tokens: int
+    decode_tokens: int
+    busy_s: float
+    running: int
+    waiting: int
+    kv_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The fleet. ``waiting`` are placements in the leader's queue; ``pressure_ratio`` is the leader's."""
+
+    at_s: float
+    waiting: int
+    pressure_ratio: float
+    workers: tuple[WorkerSample, ...]
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Sums over engine lives."""
+
+    tokens: int = 0
+    busy_s: float = 0.0
+    last_tokens: int = 0
+    last_busy_s: float = 0.0
+
+    def take(self, worker: WorkerSample) -> float:
+        """Add what happened since the sample before; return the seconds that it was busy."""
+        tokens = worker.prefill_tokens + worker.decode_tokens
+        began_anew = tokens < self.last_tokens or worker.busy_s < self.last_busy_s
+        busy_s = worker.busy_s - (0.0 if began_anew else self.last_busy_s)
+        self.tokens += tokens - (0 if began_anew else self.last_tokens)
+        self.busy_s += busy_s
+        self.last_tokens, self.last_busy_s = tokens, worker.busy_s
+        return busy_s
+
+
+class Timeline:
+    """Keeps samples: all while they are few, then every second, every fourth, and so on.
+
+    ``names`` of more than 32 workers are not kept over time: a long run on a thousand workers stays small.
+    """
+
+    KEPT_WORKERS: Final = 32
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, int, float, float]] = []  # at_s, waiting, pressure, KV reserved
+        self.busy: dict[str, list[tuple[float, float]]] = {}  # at_s, utilisation since the point before
+        self.totals: dict[str, _Totals] = {}
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self._stride = 1
+        self._seen = 0
+        self._busy_since: dict[str, float] = {}
+        self._kept_s = 0.0
+
+    def add(self, sample: Sample) -> None:
+        """Take one more sample; they come in order of time."""
+        if self.first_s is None:
+            self.first_s = self._kept_s = sample.at_s
+        self.last_s = sample.at_s
+        for worker in sample.workers:
+            busy_s = self.totals.setdefault(worker.name, _Totals()).take(worker)
+            self._busy_since[worker.name] = self._busy_since.get(worker.name, 0.0) + busy_s
+        self._seen += 1
+        if (self._seen - 1) % self._stride:
+            return
+        self._keep(sample)
+        if len(self.points) >= MAX_SAMPLES:
+            self.points = self.points[::2]
+            self.busy = {name: _halved(points) for name, points in self.busy.items()}
+            self._stride *= 2
+
+    def utilisation(self, name: str) -> float:
+        """Return the share of the sampled time that the worker spent inside steps."""
+        lasted_s = self.last_s - (self.first_s or 0.0)
+        return min(1.0, self.totals[name].busy_s / lasted_s) if lasted_s > 0 else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Return each worker's part of all tokens that were computed."""
+        whole = sum(totals.tokens for totals in self.totals.values())
+        return {name: totals.tokens / whole if whole else 0.0 for name, totals in self.totals.items()}
+
+    def _keep(self, sample: Sample) -> None:
+        kv_ratio = sum(worker.kv_ratio for worker in sample.workers) / max(1, len(sample.workers))
+        self.points.append((sample.at_s, sample.waiting, sample.pressure_ratio, kv_ratio))
+        lasted_s = sample.at_s - self._kept_s
+        if lasted_s > 0:
+            for worker in sample.workers[: self.KEPT_WORKERS]:
+                ratio = min(1.0, self._busy_since[worker.name] / lasted_s)
+                self.busy.setdefault(worker.name, []).append((sample.at_s, ratio))
+        self._busy_since.clear()
+        self._kept_s = sample.at_s
+
+
+def _halved(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merge neighbours: the mean of both at the later one's instant."""
+    return [
+        (points[index + 1][0], (points[index][1] + points[index + 1][1]) / 2)
+        for index in range(0, len(points) - 1, 2)
+    ]
+
 
 CDF_POINTS: Final = 120
 Point = tuple[float, float]

@@ -29,9 +29,9 @@ from services.core.records import EVENTS, OBJECTIVES, ROOT, Leader, Objective, d
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.ports.store import Entry
 from services.rpc.convert.slis import report_to_proto
+from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
-from services.runtime.fleet_state.objectives import ObjectiveIndex
 from services.runtime.telemetry.metrics import Metrics
 from tests.integration.controlplane.plane import Plane
 from tests.integration.controlplane.test_objectives import create as create_objective

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from services.core.errors import ModelNotFound, NoWorkerAvailable, OverQuota
 from services.core.generation import FinishReason
-from services.core.outputs.families import named_form
-from services.core.outputs.forms import OutputForm, ReasoningForm
+from services.core.outputs.forms import OutputForm, ReasoningForm, named_form
 from services.gateway.events import Event, Tokens
 from tests.integration.openai.face import KEY, Answer, Call, Face, accepted, failing, finished
 

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from fairway.client.publish.publish import PublishRefused, publish
 from services.core.errors import InvalidInput
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.registry.service import RegistryService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor

@@ -16,7 +16,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.controlplane.usage.ledger import UsageLedger
 from services.core.errors import FairwayError, NoLeader
-from services.ports.ledger_store import LedgerStore
+from services.ports.usage import LedgerStore
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.leadership import Election
 from tests.support.object_store import ObjectStore

@@ -37,7 +37,7 @@ from services.core.records import (
     dump,
     load,
 )
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.ports.store import Put
 from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, RpcService

@@ -9,7 +9,7 @@ import pytest
 
 from services.core.errors import FailedPrecondition
 from services.core.records import VersionState
-from services.gateway.text.check import TextProcessCheck
+from services.gateway.text.child import TextProcessCheck
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.integration.worker.harness import eventually, start_harness, write_model

@@ -7,7 +7,7 @@ import pytest
 from services.core.prefix import prefix_chain
 from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.sequence import SequenceState, Status
-from simulator.engine.kv_pool import SimKvPool
+from simulator.engine.sim_engine import SimKvPool
 from simulator.engine.sim_executor import SimIntake
 from simulator.engine.tokens import SimVocabulary
 from tests.support.submits import make_submit

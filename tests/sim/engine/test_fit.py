@@ -15,12 +15,14 @@ from simulator.engine.calibrate import (
     SHORT_PLAN,
     CalibrationFailed,
     Counters,
+    NotEnough,
+    Observation,
     Phase,
+    fit,
     measure,
     read_counters,
 )
 from simulator.engine.cost_model import PRESETS, CostModel, decode, encode
-from simulator.engine.fit import NotEnough, Observation, fit
 from tests.support.submits import make_submit
 
 TRUE = CostModel("true", 0.004, 0.00012, 0.0003, 0.0000009)

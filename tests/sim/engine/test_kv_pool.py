@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.core.prefix import PREFIX_BLOCK_TOKENS, prefix_chain
 from services.worker.engine.plan.block_manager import BlockManager, OutOfBlocks
-from simulator.engine.kv_pool import SimKvPool
+from simulator.engine.sim_engine import SimKvPool
 from simulator.engine.sim_executor import SimIntake
 from simulator.engine.tokens import SimVocabulary
 from tests.support.submits import make_submit

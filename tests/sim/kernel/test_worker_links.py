@@ -21,7 +21,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.core.records import Priority
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from simulator.kernel.links.streams import SimStreams
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.kernel.network import Latency, Network

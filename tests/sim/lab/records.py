@@ -7,8 +7,7 @@ from random import Random
 from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.lab.report.measure import RecordCollector, Slo
-from simulator.lab.report.report import Course, Header, LabReport, Mark, build
-from simulator.lab.report.samples import Sample, Timeline, WorkerSample
+from simulator.lab.report.report import Course, Header, LabReport, Mark, Sample, Timeline, WorkerSample, build
 
 
 def finished(

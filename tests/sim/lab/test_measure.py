@@ -7,9 +7,8 @@ import pytest
 from services.core.records import Priority
 from services.scheduler.policy.queue.fairness import ServiceWeights
 from simulator.lab.report import measure
-from simulator.lab.report.fairness import fairness, jain
 from simulator.lab.report.measure import MAX_BINS, OTHERS, Bins, RecordCollector, Slo
-from simulator.lab.report.samples import MAX_SAMPLES, Sample, Timeline, WorkerSample
+from simulator.lab.report.report import MAX_SAMPLES, Sample, Timeline, WorkerSample, fairness, jain
 from tests.sim.lab.records import finished, refused
 
 

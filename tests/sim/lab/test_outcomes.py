@@ -10,16 +10,18 @@ import pytest
 from services.core.records import Priority
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import SimFleet, simulate
+from simulator.lab import scenarios
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, Scenario, Script, Step
-from simulator.lab.scenarios import catalog
 from tests.support.sweep import daily
 
 MAX_DIFFERENCE_TOKENS = 40_000  # of two that wait; by arrival the whale is 100,000 ahead, with the same load
 
 
 def small(name: str, *, workers: int, duration_s: float, load_ratio: float | None = None) -> Scenario:
-    return catalog.load(name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio))
+    return scenarios.load(
+        name, Options(workers=workers, seed=1, duration_s=duration_s, load_ratio=load_ratio)
+    )
 
 
 @pytest.mark.sweep

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from simulator.lab import command
+from simulator.lab import runner
 from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.report import LabReport
@@ -114,10 +114,10 @@ def test_the_command_replays_a_path_and_says_what_is_wrong(
     trace(tmp_path, MOONCAKE, "trace.jsonl")
     out = tmp_path / "out"
     given = ("--workers", "1", "--preset", "h100", "--traces", str(tmp_path), "--out", str(out))
-    assert command.main(("trace.jsonl", *given)) == 0
+    assert runner.main(("trace.jsonl", *given)) == 0
     assert "trace.jsonl: 5 rows over 4 s, replayed as recorded" in capsys.readouterr().out
     assert json.loads((out / "report.json").read_text())["total"]["finished"] == 5
-    assert command.main(("absent.jsonl", *given)) == 2
+    assert runner.main(("absent.jsonl", *given)) == 2
     assert "error: there is no trace absent.jsonl or " in capsys.readouterr().err
-    assert command.main((trace(tmp_path, "when,what\n1,2\n"), *given)) == 2
+    assert runner.main((trace(tmp_path, "when,what\n1,2\n"), *given)) == 2
     assert "line 1: neither a JSON object nor the header" in capsys.readouterr().err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator.lab.command import write
 from simulator.lab.report.table import seconds, text
+from simulator.lab.runner import write
 from tests.sim.lab.records import sample_report
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from simulator.engine.cost_model import PRESETS
+from simulator.lab import scenarios
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
 from simulator.lab.scenario import Options, ScenarioError, requests_per_s
-from simulator.lab.scenarios import catalog
 
 NAMES = (
     "burst", "diurnal", "failover", "flapping-worker", "long-prompts", "network-cuts", "shared-prefixes",
@@ -34,12 +34,12 @@ def scenario(options: Options) -> Scenario:
 
 def short(name: str, *, seed: int = 1, workers: int = 2) -> LabReport:
     options = Options(workers=workers, seed=seed, duration_s=8.0, preset="h100", load_ratio=0.08)
-    return run(catalog.load(name, options))
+    return run(scenarios.load(name, options))
 
 
 def test_all_scenarios_are_listed_with_what_they_show() -> None:
-    assert tuple(catalog.names()) == NAMES
-    assert all(len(catalog.summary(name)) > 30 for name in NAMES)
+    assert tuple(scenarios.names()) == NAMES
+    assert all(len(scenarios.summary(name)) > 30 for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,7 +70,7 @@ def test_shared_prefixes_are_found_in_the_caches() -> None:
 def test_a_scenario_of_ones_own_is_taken_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN)
-    report = run(catalog.load(str(path), Options(workers=1, seed=5)))
+    report = run(scenarios.load(str(path), Options(workers=1, seed=5)))
     assert (report.header.scenario, report.rows[0].tenant) == ("own", "acme")
     assert report.total.finished == report.total.sent
 
@@ -88,30 +88,30 @@ def test_a_file_that_is_no_scenario_is_said_to_be_none(tmp_path: Path, text: str
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(ScenarioError, match=what):
-        catalog.load(str(path), Options())
+        scenarios.load(str(path), Options())
 
 
 def test_wrong_names_and_options_are_said() -> None:
     with pytest.raises(ScenarioError, match=r"no scenario 'steadi'; there are .*steady"):
-        catalog.load("steadi", Options())
+        scenarios.load("steadi", Options())
     with pytest.raises(ScenarioError, match=r"there is no file absent\.py"):
-        catalog.load("absent.py", Options())
+        scenarios.load("absent.py", Options())
     with pytest.raises(ScenarioError, match="workers is 0"):
         Options(workers=0)
     with pytest.raises(ScenarioError, match="abacus is neither a preset"):
-        catalog.load("steady", Options(preset="abacus"))
+        scenarios.load("steady", Options(preset="abacus"))
 
 
 def test_loads_are_the_same_at_each_call_and_sized_by_the_options() -> None:
-    made = catalog.load("steady", Options(seed=3, duration_s=20.0, rate_per_s=50.0))
+    made = scenarios.load("steady", Options(seed=3, duration_s=20.0, rate_per_s=50.0))
     first = list(made.load())
     assert first == list(made.load())
     assert len(first) == pytest.approx(1000, rel=0.15)
     assert max(request.arrival_s for request in first) < 20.0
     arrivals = [request.arrival_s for request in first]
     assert arrivals == sorted(arrivals)
-    double = catalog.load("steady", replace(Options(), load_ratio=1.4))
-    single = catalog.load("steady", replace(Options(), load_ratio=0.7))
+    double = scenarios.load("steady", replace(Options(), load_ratio=1.4))
+    single = scenarios.load("steady", replace(Options(), load_ratio=0.7))
     assert len(list(double.load())) == pytest.approx(2 * len(list(single.load())), rel=0.1)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from simulator.lab import command
+from simulator.lab import runner
 
 BROKEN = '''"""A plan that says that something was violated."""
 from dataclasses import replace
 from simulator.lab.scenario import Options, Scenario, Script, Step
-from simulator.lab.scenarios.catalog import load
+from simulator.lab.scenarios import load
 
 def scenario(options: Options) -> Scenario:
     made = load("steady", Options(workers=1, duration_s=2.0, rate_per_s=2.0, preset="h100"))
@@ -77,19 +77,19 @@ def test_wrong_uses_of_the_command_end_with_2() -> None:
 def test_wrong_uses_say_what_is_right(
     arguments: tuple[str, ...], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(arguments) == 2
+    assert runner.main(arguments) == 2
     assert what in capsys.readouterr().err
 
 
 def test_a_report_with_violations_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(BROKEN)
-    assert command.main([str(path)]) == 1
+    assert runner.main([str(path)]) == 1
 
 
 def test_traces_come_from_the_option_or_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIRWAY_TRACES", "/tmp/recorded")
-    assert command.traces_folder(None) == Path("/tmp/recorded")
-    assert command.traces_folder(Path("given")) == Path("given")
+    assert runner.traces_folder(None) == Path("/tmp/recorded")
+    assert runner.traces_folder(Path("given")) == Path("given")
     monkeypatch.delenv("FAIRWAY_TRACES")
-    assert command.traces_folder(None) is None
+    assert runner.traces_folder(None) is None

@@ -33,7 +33,7 @@ from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.rollout_watch import RolloutListener, SignedStore
 from simulator.fleet.spec import VERSION_DIGEST
 from simulator.kernel.network import Network
-from simulator.rollouts.script import CANDIDATE
+from simulator.rollouts.seeds import CANDIDATE
 
 
 class LeadsForEver(PlaneNode):

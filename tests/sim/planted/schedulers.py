@@ -19,7 +19,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term
 from simulator.fleet.nodes.gateway_node import TICKET_KEY
-from simulator.fleet.nodes.scheduler_node import SchedulerNode
+from simulator.fleet.nodes.plane_node import SchedulerNode
 from simulator.fleet.spec import FleetSpec
 from simulator.lab.baselines import ARRIVAL
 

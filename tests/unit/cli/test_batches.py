@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from fairway.cli.commands.batches import ended
+from fairway.cli.commands.batches import HttpApi, ended
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.http_api import HttpApi
 from fairway.cli.targets import Target
 
 _BODY = json.dumps({"error": {"code": None, "type": "share_exceeded", "message": "send it later"}}).encode()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fairway.cli.commands.generation.chat import Conversation
+from fairway.cli.commands.chat import Conversation
+from fairway.cli.commands.complete import tools_of
 from fairway.cli.errors import CliError
-from fairway.cli.generation import tools_of
 from fairway.client import Message, ToolCall
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,7 @@ import io
 
 from rich.console import Console
 
-from fairway.cli.commands.budgets import BUDGETS
-from fairway.cli.limit_options import LIMITS, USER_LIMITS, set_limits, show_limits
+from fairway.cli.commands.accounts import BUDGETS, LIMITS, USER_LIMITS, set_limits, show_limits
 from fairway.cli.terminal.table import table_of, visible
 from fairway.v1 import controlplane_pb2 as cp
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from fairway.cli.commands.reliability.logs import MAX_LINE_BYTES, LogFile, last_lines
+from fairway.cli.commands.status import MAX_LINE_BYTES, LogFile, last_lines
 from fairway.cli.errors import ExitCode
 from fairway.cli.main import app, run
 from tests.support.waiting import until

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import typer
 
-from fairway.cli.commands.objectives import OBJECTIVES, _write
+from fairway.cli.commands.deployments import OBJECTIVES, _write_objective
+from fairway.cli.commands.rollouts import StrategyName, arms_of, rollout_of
 from fairway.cli.flags import Format
-from fairway.cli.rollouts.terms import StrategyName, arms_of, rollout_of
 from fairway.v1 import controlplane_pb2 as cp
 
 
@@ -19,7 +19,7 @@ def test_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
         shapes_serving=True,
         warnings=["requests are refused"],
     )
-    _write(made, Format.TABLE)
+    _write_objective(made, Format.TABLE)
     found = capsys.readouterr()
     assert found.err == "warning: requests are refused\n"
     assert "shapes serving" in found.out

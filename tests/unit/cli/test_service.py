@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fairway.cli.commands.lifecycle import unit_of
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
-from fairway.cli.fleet.service import unit_of
 from fairway.cli.state import StateDir
 from tests.support.stack import ROOT
 

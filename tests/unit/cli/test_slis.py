@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fairway.cli.commands.reliability.slis import SLIS
+from fairway.cli.commands.reliability import SLIS
 from fairway.cli.terminal.table import table_of, visible
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp

@@ -18,10 +18,9 @@ import pytest
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.probes import tcp_open
-from fairway.cli.fleet.process import ProcessSpec, bound_log, rotate_log, tail
 from fairway.cli.fleet.progress import Phase
 from fairway.cli.fleet.record import FleetRecord, ProcessId, wait_for_end
-from fairway.cli.fleet.supervisor import ProcessSupervisor
+from fairway.cli.fleet.supervisor import ProcessSpec, ProcessSupervisor, bound_log, rotate_log, tail
 
 ROOT = Path(__file__).resolve().parents[3]
 LISTENER = """
@@ -295,7 +294,7 @@ import asyncio, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from fairway.cli.fleet.probes import tcp_open
-from fairway.cli.fleet.process import ProcessSpec
+from fairway.cli.fleet.supervisor import ProcessSpec
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.progress import LineProgress
 from fairway.cli.fleet.supervisor import ProcessSupervisor

@@ -9,9 +9,8 @@ import pytest
 import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from fairway.cli.commands.usage import _grouping, columns_of, lines_of
+from fairway.cli.commands.usage import _grouping, columns_of, csv_of, lines_of, names_of, rows_of
 from fairway.cli.terminal.table import table_of
-from fairway.cli.usage_export import csv_of, names_of, rows_of
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import usage_pb2
 

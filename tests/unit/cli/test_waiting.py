@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.waiting import show_drain, show_replicas, until_deployed, until_drained
+from fairway.cli.watch import show_drain, show_replicas, until_deployed, until_drained
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2
 from tests.unit.cli.serving import admin_of

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from fairway.cli.calls import admin_client
+from fairway.cli.commands.accounts import TENANTS
 from fairway.cli.commands.events import _follow as follow_events
-from fairway.cli.commands.tenants import TENANTS
 from fairway.cli.connection import Connection
 from fairway.cli.errors import CliError
 from fairway.cli.flags import Format

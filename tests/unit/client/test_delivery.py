@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fairway.client.delivery import DeliveryPositions
 from fairway.client.errors import StreamDiverged
+from fairway.client.generation import DeliveryPositions
 from fairway.client.values import (
     Accepted,
     ChoiceResult,

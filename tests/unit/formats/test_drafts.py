@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fairway.formats.drafts import draft_problem
+from fairway.formats.version_files import draft_problem
 
 WHOLE = ("config.json", "draft/config.json", "draft/model.safetensors", "model.safetensors")
 

@@ -30,7 +30,7 @@ from services.gateway.splits import Splits
 from services.gateway.text.encoder import TextEncoder, load_encoder
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
-from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.fleet.nodes.gateway_node import LocalTexts
 
 DIGEST = "sha256:" + "ab" * 32
 SPECIAL = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

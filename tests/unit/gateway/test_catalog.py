@@ -31,7 +31,7 @@ from services.core.records import (
 from services.gateway import catalog as module
 from services.gateway.catalog import ModelCatalog, PinnedVersion
 from services.gateway.splits import Splits
-from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.fleet.nodes.gateway_node import LocalTexts
 from tests.support.waiting import until
 
 DIGEST = "sha256:" + "ab" * 32

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from fairway.formats.tokenizer_files import read_tokenizer_files, require_decodable
+from fairway.importing.gguf_convert import SPLITS, GgufTokens, tokens_of
 from fairway.importing.gguf_file import GgufFile
-from fairway.importing.gguf_tokenizer import SPLITS, GgufTokens, tokens_of
 from tests.support.gguf_files import CONTROL, NORMAL, TEMPLATE, USER, byte_alphabet, byte_level, sentencepiece
 
 TEXTS = (

@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from fairway.cli.fleet.options import smollm2_template
 from fairway.formats.answers import ToolCall
-from services.core.outputs.families import CALL_FORMS
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import CALL_FORMS, Tool
 from services.gateway.outputs.forms import form_of
-from services.gateway.text.chat_template import ChatTemplate, ControlTokens
+from services.gateway.text.encoder import ChatTemplate, ControlTokens
 from services.gateway.text.text_model import ChatMessage
 from services.runtime.clock import SystemClock
 from tests.support.chat_cases import expected

@@ -11,10 +11,9 @@ from fairway.v1 import options_pb2
 from services.core.errors import ShareExceeded, Unavailable
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.rpc.connections import Connections
+from services.rpc.connections import Connections, UnauthenticatedCalls
 from services.rpc.interceptors import access
 from services.rpc.interceptors.access import AccessControl
-from services.rpc.unauthenticated import UnauthenticatedCalls
 
 METHOD = "/fairway.v1.InferenceService/Complete"
 

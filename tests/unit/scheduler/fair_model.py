@@ -29,7 +29,7 @@ from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.pool import QueueLimits
-from simulator.invariants.fairness_bound import granted_bound, service_bound
+from simulator.invariants.fairness import granted_bound, service_bound
 from tests.unit.scheduler.model import BLOCK, DIGEST
 
 STEP_S = 0.05

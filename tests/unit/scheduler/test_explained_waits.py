@@ -12,7 +12,7 @@ from fairway.v1 import scheduler_pb2 as pb
 from services.core.decisions import QUEUED
 from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.core.generation import PlaceSpec
-from services.rpc.convert.decisions import decision_to_proto
+from services.rpc.convert.scheduler import decision_to_proto
 from services.scheduler.explain.decision_log import DecisionLog
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits

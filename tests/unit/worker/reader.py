@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.core.generation import NotAdmittedReason, SequenceEnd
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from tests.unit.worker.bench import Bench
 
 

@@ -24,7 +24,7 @@ from services.gateway.faces.openai.rows import (
 from services.gateway.faces.openai.whole import Completions, complete_all, whole_body
 from services.gateway.rows.calls import RowsCalls
 from services.ports.clock import Clock
-from services.runtime.process.tenant_loop import LoopTurns
+from services.runtime.process.tenant_turns import LoopTurns
 
 log = structlog.get_logger()
 _GENERATIONS = {"/v1/chat/completions": chat_request, "/v1/completions": completion_request}

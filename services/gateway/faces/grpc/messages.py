@@ -13,8 +13,14 @@ from services.gateway.requests.streaming import Completion
 from services.gateway.rows.service import Embeddings, Inferred, Scores
 from services.gateway.rows.work import RowsAnswer
 from services.gateway.service import ServedModel
-from services.rpc.convert.inference import FINISH_REASONS, stage_clock, token_logprobs, usage
-from services.rpc.convert.outputs import answer_to_proto, parts_to_proto
+from services.rpc.convert.inference import (
+    FINISH_REASONS,
+    answer_to_proto,
+    parts_to_proto,
+    stage_clock,
+    token_logprobs,
+    usage,
+)
 from services.rpc.convert.rows import TENSOR
 
 _SLICE_ENTRIES: Final = 256  # entries of one slice: with their alternatives they take a few milliseconds

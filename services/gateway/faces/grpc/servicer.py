@@ -27,7 +27,7 @@ from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
-from services.runtime.process.tenant_loop import LoopTurns
+from services.runtime.process.tenant_turns import LoopTurns
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -18,8 +18,7 @@ from services.gateway.faces.grpc.messages import accepted_message, finished_mess
 from services.gateway.requests.parts import OutputSplit
 from services.gateway.service import GatewayService
 from services.rpc import bounds
-from services.rpc.convert.inference import token_logprobs
-from services.rpc.convert.outputs import parts_to_proto
+from services.rpc.convert.inference import parts_to_proto, token_logprobs
 from services.rpc.status import to_proto
 
 CHOICE_BITS: Final = 4

@@ -79,7 +79,7 @@ from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
 from services.runtime.process.product import product_version
-from services.runtime.process.tenant_loop import LoopTurns, run_as
+from services.runtime.process.tenant_turns import LoopTurns, run_as
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode

@@ -17,8 +17,7 @@ from msgspec import Meta, Raw, Struct
 from fairway.inference import v2_pb2
 from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import InvalidInput, NoWorkerAvailable, UnsupportedFeature
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.signature import ANY, Signature, TensorSpec
 from services.gateway.catalog import Route
 from services.gateway.faces.openai.types import parse_body
 from services.gateway.rows.service import Inferred

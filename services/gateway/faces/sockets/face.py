@@ -40,7 +40,7 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.types import check_json_cost
 from services.gateway.faces.sockets.protocol import EXTENSION, SocketConnection
-from services.runtime.process.tenant_loop import run_as
+from services.runtime.process.tenant_turns import run_as
 
 MAX_HEADER_BYTES: Final = 32 * 1024
 _ID: Final = re.compile(r"[\x21-\x7e]{1,64}")

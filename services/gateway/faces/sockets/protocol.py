@@ -19,7 +19,7 @@ from websockets.http11 import Request
 
 from services.core.errors import FairwayError
 from services.runtime.connections import ConnectionTable, accepted_bytes, source_of
-from services.runtime.process.tenant_loop import LoopTurns
+from services.runtime.process.tenant_turns import LoopTurns
 
 # Interval of pings; a connection without an answer or other bytes in that time is closed.
 PING_S: Final = 20.0

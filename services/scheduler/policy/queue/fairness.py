@@ -9,7 +9,7 @@ Difference from the paper: a grant charges the expected cost in advance (an *adv
 are issued between two reports, and reports then use the advance up; see ``value``. The floor is the largest
 service, without advances, that any tenant had while it was first in order: it never decreases, although
 unused advances are returned, so that the bound does not grow with the number of tenants that come and go. The
-maximum difference between two tenants is in ``simulator/invariants/fairness_bound.py``.
+maximum difference between two tenants is in ``simulator/invariants/fairness.py``.
 
 Pure: values only, no clock.
 """

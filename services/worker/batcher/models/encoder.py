@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from fairway.formats.fixed_cost.encoder_tensors import layer_names, prefix_of
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, layer_names, prefix_of
 from services.worker.batcher.models.blocks import (
     ACTIVATIONS,
     Dense,

@@ -15,7 +15,7 @@ from fairway.formats.fixed_cost.config import FixedCostConfig, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.image_config import ResNetConfig, VitConfig
 from fairway.formats.fixed_cost.layouts import layout_of
-from services.core.fixed_cost.tensors import TensorSpec
+from services.core.fixed_cost.signature import TensorSpec
 from services.worker.batcher.models.blocks import TensorSource
 from services.worker.batcher.models.mlp import MlpModel
 from services.worker.batcher.models.model import FixedCostModel

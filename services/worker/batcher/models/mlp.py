@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fairway.formats.fixed_cost.mlp_config import MlpConfig
+from fairway.formats.fixed_cost.config import MlpConfig
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import Operation, TensorSpec
 from services.worker.batcher.models.rows import Batch, Row
 
 Outputs = Mapping[str, NDArray[Any]]  # a row's output tensors by name

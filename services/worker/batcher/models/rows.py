@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.core.fixed_cost.tensors import ANY, TILES, TensorSpec, tiles_of
+from services.core.fixed_cost.signature import ANY, TILES, TensorSpec, tiles_of
 
 Row = Mapping[str, NDArray[Any]]  # input tensors by name, without a batch dimension
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from fairway.formats.fixed_cost.encoder_config import EncoderConfig
-from fairway.formats.fixed_cost.encoder_tensors import sequence_head
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig, sequence_head
 from services.core.fixed_cost.signature import signature_of
 from services.worker.batcher.models.blocks import ACTIVATIONS, TensorSource, linear
 from services.worker.batcher.models.encoder import Encoder

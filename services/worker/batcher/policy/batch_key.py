@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import ANY, Operation, TensorSpec
 
 Parameter = str | int | float | bool
 

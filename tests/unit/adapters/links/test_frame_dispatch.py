@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.adapters.links.muxed_workers import SinkTable
 from services.core.generation import NotAdmittedReason, SequenceEnd, TokenLogprobs
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 
 
 class Deaf:

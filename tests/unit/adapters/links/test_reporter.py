@@ -16,7 +16,7 @@ from services.adapters.links.reporter import Reporter, ReporterSettings
 from services.core.errors import FairwayError, InvalidInput, NoLeader
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantCounter, TenantTokens
 from services.core.records import Priority
-from services.ports.streams.report_stream import ReportAnswer
+from services.ports.streams import ReportAnswer
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from tests.support.local_reports import LocalReportLinks

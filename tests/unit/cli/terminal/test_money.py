@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairway.cli.terminal.money import parse_money, show_money
+from fairway.cli.terminal.cells import parse_money, show_money
 
 
 @pytest.mark.parametrize(

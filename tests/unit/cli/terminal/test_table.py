@@ -12,16 +12,15 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from fairway.cli.commands.accounts import KEYS, TENANTS
 from fairway.cli.commands.deployments import DEPLOYMENTS
 from fairway.cli.commands.events import COLUMNS as EVENTS
-from fairway.cli.commands.keys import KEYS
 from fairway.cli.commands.models import MODELS, VERSION_COLUMNS
 from fairway.cli.commands.nodes import NODES
+from fairway.cli.commands.placements import COLUMNS as QUEUES
 from fairway.cli.commands.placements import DECISIONS, WORKERS
-from fairway.cli.commands.queue import COLUMNS as QUEUES
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
-from fairway.cli.commands.tenants import TENANTS
 from fairway.cli.fleet.record import Restarts
 from fairway.cli.terminal.table import Column, table_of, visible
 from fairway.v1 import controlplane_pb2 as cp

@@ -15,20 +15,16 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
-from fairway.cli.commands import batches, deployments, models, nodes, objectives, queue, tenants, usage
-from fairway.cli.commands.budgets import BUDGETS
+from fairway.cli.commands import accounts, batches, deployments, models, nodes, placements, rollouts, usage
+from fairway.cli.commands.accounts import BUDGETS, KEYS
 from fairway.cli.commands.events import COLUMNS as EVENTS
-from fairway.cli.commands.keys import KEYS
 from fairway.cli.commands.placements import DECISIONS, ROWS, WORKERS, RowLine
-from fairway.cli.commands.reliability.quarantine import INPUTS
-from fairway.cli.commands.reliability.requests import REQUESTS, show_lines
-from fairway.cli.commands.reliability.slis import SLIS
+from fairway.cli.commands.reliability import INPUTS, REQUESTS, SLIS, show_lines
+from fairway.cli.commands.rollouts import ROLLOUTS
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
 from fairway.cli.fleet.record import Restarts
-from fairway.cli.rollouts import view
-from fairway.cli.rollouts.commands import ROLLOUTS
-from fairway.cli.terminal.fields import lines_of
+from fairway.cli.terminal.listing import lines_of
 from fairway.cli.terminal.table import Column, blocks_of, table_of, visible
 from fairway.v1 import common_pb2, slis_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
@@ -238,7 +234,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
         [cp.DeploymentRevision(name="r-7", time=NOON, cause="rollout chat-2", deployment=_DEPLOYMENT)],
     ),
     "tenants": (
-        tenants.TENANTS.columns,
+        accounts.TENANTS.columns,
         [cp.Tenant(metadata=_meta("customer-support"), display_name="Support, Ltd.", max_concurrency=64)],
     ),
     "keys": (KEYS.columns, [cp.Key(metadata=_meta("ci"), role=cp.KEY_ROLE_TENANT, tenant="acme")]),
@@ -256,7 +252,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
         ],
     ),
     "objectives": (
-        objectives.OBJECTIVES.columns,
+        deployments.OBJECTIVES.columns,
         [cp.Objective(metadata=_meta("fast"), model="chat", priority=CLASSES[0])],
     ),
     "quarantine": (
@@ -269,7 +265,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
         [rg.Version(digest=ONE, model="llama", tags=["stable", "v2"], size_bytes=93_000_000)],
     ),
     "batches": (batches._COLUMNS, [_BATCH]),
-    "queue": (queue.COLUMNS, [_queue()]),
+    "queue": (placements.COLUMNS, [_queue()]),
     "workers": (
         WORKERS,
         [
@@ -322,7 +318,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     ),
     "rollouts": (ROLLOUTS.columns, [_ROLLOUT]),
     "rollout-arms": (
-        view.ARM_COLUMNS,
+        rollouts.ARM_COLUMNS,
         [
             cp.RolloutArmStatus(
                 name="candidate",
@@ -336,11 +332,11 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
         ],
     ),
     "rollout-evidence": (
-        view.EVIDENCE_COLUMNS,
+        rollouts.EVIDENCE_COLUMNS,
         [cp.GateEvidence(metric="ttft_p95", baseline_samples=912, candidate_samples=101, statistic=1.2)],
     ),
     "rollout-history": (
-        view.HISTORY_COLUMNS,
+        rollouts.HISTORY_COLUMNS,
         [
             cp.RolloutHistoryEntry(
                 time=NOON, what="rolled back", message="ttft_p95 is 38 % above the stable version's"
@@ -348,7 +344,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
         ],
     ),
     "rollout-plan": (
-        view.FIT_COLUMNS,
+        rollouts.FIT_COLUMNS,
         [cp.RolloutFit(name="candidate", replicas=2, missing_replicas=1, rejected=["worker-0: 3 GiB short"])],
     ),
 }

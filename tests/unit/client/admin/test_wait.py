@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.client import Conflict, DeadlineExceeded, WaitFailed
 from fairway.client.admin.resources import read_change_write
-from fairway.client.admin.wait import describe, until_drained, until_ready
+from fairway.client.admin.watch import describe, until_drained, until_ready
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 

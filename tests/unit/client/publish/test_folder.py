@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fairway.client.publish.folder import CHUNK_BYTES, PublishRefused, find_files, hash_files, manifest_of
+from fairway.client.publish.publish import CHUNK_BYTES, PublishRefused, find_files, hash_files, manifest_of
 from services.core.manifest import check_manifest, sha256_of, weights_digest_of
 from services.rpc.convert.registry import manifest_from_proto
 from tests.support.model_folder import safetensors, write_model

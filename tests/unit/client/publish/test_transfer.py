@@ -12,8 +12,7 @@ import grpc
 import pytest
 
 from fairway.client.errors import STATUS_LOST
-from fairway.client.publish.folder import Chunk
-from fairway.client.publish.transfer import Transfer
+from fairway.client.publish.publish import Chunk, Transfer
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 

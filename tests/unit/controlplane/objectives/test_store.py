@@ -17,8 +17,7 @@ from services.core.errors import InvalidInput, NoLeader, StoreUnavailable
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.generation import Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
-from services.gateway.slis.recorder import RequestEnd, RequestLatencies, SliRecorder, SliSubject
-from services.gateway.slis.reporter import SliReporter
+from services.gateway.slis import RequestEnd, RequestLatencies, SliRecorder, SliReporter, SliSubject
 from services.rpc.convert.slis import report_from_proto, report_to_proto
 from tests.support.clocks import QuickClock
 from tests.support.election import StaticElection

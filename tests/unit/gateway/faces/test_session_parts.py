@@ -7,8 +7,7 @@ from typing import Any
 from fairway.v1 import common_pb2 as common
 from fairway.v1 import inference_pb2 as pb
 from services.core.generation import FinishReason, Principal, StageClock, Usage
-from services.core.outputs.families import CALL_FORMS
-from services.core.outputs.forms import OutputForm
+from services.core.outputs.forms import CALL_FORMS, OutputForm
 from services.core.records import KeyRole
 from services.gateway.events import Accepted, ChoiceResult, Finished, Received, RequestSink
 from services.gateway.faces.grpc.session import MAX_MESSAGE_TOKENS, MuxedSession

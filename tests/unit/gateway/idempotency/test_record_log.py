@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from services.core.errors import IntegrityError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
-from services.core.outputs.families import CALL_FORMS
-from services.core.outputs.forms import OutputForm, ReasoningForm
+from services.core.outputs.forms import CALL_FORMS, OutputForm, ReasoningForm
 from services.gateway.events import (
     Accepted,
     ChoiceResult,

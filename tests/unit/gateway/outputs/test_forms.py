@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS, named_form
-from services.core.outputs.forms import CallForm, OutputForm, ReasoningForm
+from services.core.outputs.forms import (
+    CALL_FORMS,
+    REASONING_FORMS,
+    CallForm,
+    OutputForm,
+    ReasoningForm,
+    named_form,
+)
 from services.gateway.outputs.forms import MarkToken, form_of, mark_tokens, reasoning_openings
 
 THINK = REASONING_FORMS["think"]

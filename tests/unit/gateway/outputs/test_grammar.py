@@ -11,9 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.adapters.grammars import GuidanceGrammars, grammars_of
 from services.core.generation import Constraint, ConstraintKind
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
-from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import CALL_FORMS, REASONING_FORMS, OutputForm, Tool
 from services.gateway.outputs.forms import CallRules, MarkToken, call_grammar, mark_tokens, reasoned_grammar
 
 CHECKPOINT = Path(__file__).parents[4] / "models/tiny/checkpoint/tokenizer.json"

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairway.formats.answers import AssistantAnswer, CallDelta, OutputPart, ToolCall, answer_of
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
-from services.core.outputs.forms import CallForm, OutputForm
+from services.core.outputs.forms import CALL_FORMS, REASONING_FORMS, CallForm, OutputForm
 from services.gateway.outputs.splitter import OutputSplitter
 
 HERMES, LLAMA = CALL_FORMS["hermes"], CALL_FORMS["llama3"]

@@ -36,7 +36,6 @@ from services.core.poison.fingerprint import fingerprint_of
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.core.rollouts.routes import ROUTES, WHOLE_BP, split
 from services.core.usage import RequestUsage
-from services.gateway.budgets import TenantBudgets
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
 from services.gateway.poison import PoisonGate
@@ -51,6 +50,7 @@ from services.ports.limiter import NO_PRICE, Reservation
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason, http_status
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.indexes import TenantBudgets
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter

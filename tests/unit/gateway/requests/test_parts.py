@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from fairway.formats.answers import AssistantAnswer, CallDelta, OutputPart, ToolCall, answer_of
 from services.core.errors import StreamBroken
 from services.core.generation import FinishReason, StageClock, Usage
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
-from services.core.outputs.forms import OutputForm
+from services.core.outputs.forms import CALL_FORMS, REASONING_FORMS, OutputForm
 from services.gateway.events import (
     Accepted,
     ChoiceResult,

@@ -15,9 +15,7 @@ from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import ConstraintRefused, InvalidInput, UnsupportedFeature
 from services.core.generation import ConstraintKind, GenerationSpec, Principal
-from services.core.outputs.families import CALL_FORMS, REASONING_FORMS
-from services.core.outputs.forms import OutputForm
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import CALL_FORMS, REASONING_FORMS, OutputForm, Tool
 from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
 from services.gateway.outputs.forms import MarkToken
 from services.gateway.outputs.splitter import OutputSplitter

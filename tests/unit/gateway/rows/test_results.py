@@ -5,8 +5,7 @@ import pytest
 
 from services.core.errors import InternalError
 from services.core.fixed_cost.rows import RawTensor, RowEnd
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation, Signature
 from services.gateway.rows.results import score_output, scores
 
 SIGMOID = Signature(Operation.SCORE, (), ())

@@ -55,12 +55,12 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.gateway.budgets import TenantBudgets
 from services.gateway.policy.claims import claims_of
 from services.gateway.requests.quotas import RequestQuotas, settled
 from services.gateway.requests.request import MAX_ROUTES
 from services.gateway.requests.terms import usage_of
 from services.gateway.rows.service import Embeddings, Scores
+from services.runtime.fleet_state.indexes import TenantBudgets
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from simulator.stores.limiter import MemoryLimiter

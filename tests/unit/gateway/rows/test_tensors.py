@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from services.core.errors import FairwayError, InternalError, InvalidInput, PromptTooLong, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
-from services.core.fixed_cost.signature import Signature
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import ANY, Operation, Signature, TensorSpec
 from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
 
 IDS = TensorSpec("input_ids", "INT64", (ANY,), has_length=True)

@@ -11,7 +11,7 @@ from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.generation import Sampling, Usage
 from services.core.records import Priority
 from services.core.rollouts.routes import SHADOW_TENANT
-from services.gateway.slis.recorder import (
+from services.gateway.slis import (
     MAX_MODELS,
     MAX_SERIES,
     OTHER_TENANTS,

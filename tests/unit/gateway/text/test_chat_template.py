@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.gateway.text.chat_template import ChatTemplate, ControlTokens, Rendered
+from services.gateway.text.encoder import ChatTemplate, ControlTokens, Rendered
 from services.gateway.text.text_model import ChatMessage
 from tests.support import chat_cases
 from tests.support.chat_cases import EXPRESSIONS, FAMILIES, HARMLESS, HOSTILE, STATEMENTS, TOKENS, Refused

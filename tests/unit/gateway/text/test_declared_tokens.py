@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fairway.formats.answers import ToolCall
 from services.core.errors import FailedPrecondition, UnsupportedFeature
-from services.core.outputs.tools import Tool
+from services.core.outputs.forms import Tool
 from services.gateway.text.encoder import load_encoder
 from services.gateway.text.text_model import ChatMessage
 from services.ports.clock import Clock

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from services.core.errors import FailedPrecondition, InvalidInput, PromptTooLong, UnsupportedFeature
-from services.gateway.text.chat_template import ControlTokens
-from services.gateway.text.encoder import TextEncoder, load_encoder
+from services.gateway.text.encoder import ControlTokens, TextEncoder, load_encoder
 from services.gateway.text.text_model import ChatMessage, is_text_file
 from services.gateway.text.traced_text import MESSAGE, TEMPLATE, OriginText
 from services.ports.clock import Clock

@@ -19,7 +19,7 @@ from transformers.models.convnext.image_processing_pil_convnext import ConvNextI
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from services.core.errors import InvalidInput, UnsupportedFeature
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.text_model import PictureFile, TextModel
 from services.runtime.clock import SystemClock

@@ -11,10 +11,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.text.sandbox import (
-    BudgetedEnvironment,
-)
-from services.gateway.text.template_budget import (
     BUDGET,
+    BudgetedEnvironment,
     TemplateBudget,
     TemplateRefused,
     TemplateTooCostly,

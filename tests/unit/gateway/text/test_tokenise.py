@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from services.core.errors import PromptTooLong
 from services.gateway.text.text_model import ChatMessage, Conversation, EncodedText, TextModel
 from services.gateway.text.tokenise import Tokeniser
-from simulator.fleet.nodes.local_texts import LocalTexts
+from simulator.fleet.nodes.gateway_node import LocalTexts
 from tests.unit.gateway.conftest import write_folder
 
 DIGEST = "sha256:" + "ab" * 32

@@ -9,7 +9,7 @@ import pytest
 
 from fairway.formats.answers import ToolCall
 from services.core.errors import InvalidInput
-from services.gateway.text.chat_template import ChatTemplate, ControlTokens, Rendered
+from services.gateway.text.encoder import ChatTemplate, ControlTokens, Rendered
 from services.gateway.text.text_model import ChatMessage
 from tests.support.chat_cases import TOKENS, stock_environment
 from tests.unit.gateway.conftest import SPECIAL, FakeClock

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import InvalidInput
-from services.core.outputs.tools import Tool
-from services.gateway.text.chat_template import ChatTemplate, ControlTokens, Rendered
+from services.core.outputs.forms import Tool
+from services.gateway.text.encoder import ChatTemplate, ControlTokens, Rendered
 from services.gateway.text.text_model import ChatMessage
 from tests.support.chat_cases import TOKENS, stock_environment
 from tests.unit.gateway.conftest import SPECIAL, FakeClock

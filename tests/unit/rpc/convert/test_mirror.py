@@ -18,21 +18,12 @@ from services.controlplane.rollouts import convert as rollouts
 from services.controlplane.rollouts.fit import ArmFit
 from services.controlplane.rollouts.records import RolloutEvent
 from services.controlplane.usage import codec as ledger
+from services.core.decisions import ClassWait, QueueShare, RankedWorker, WorkerPool
 from services.core.errors import InvalidInput
 from services.core.estimates.finished import FinishedRequest
 from services.core.generation import FallbackGrant, GenerationSpec, Sampling, StageClock, StartSpec
 from services.core.records import ApiKey, Deployment, LatencyTarget, Worker
-from services.rpc.convert import (
-    controlplane,
-    inference,
-    outputs,
-    registry,
-    rows,
-    scheduler,
-    slis,
-    usage,
-    worker,
-)
+from services.rpc.convert import controlplane, inference, registry, rows, scheduler, slis, usage, worker
 from tests.support.drawn_messages import messages
 
 
@@ -44,12 +35,14 @@ class Seen:
 
 
 PAIRS: Final[dict[str, Any]] = {"ids": Pair("top_ids"), "token": Pair("token", str.upper, str.lower)}
-# ``decisions`` is missing: its messages are only written.
 _MODULES: Final = (
-    *(controlplane, inference, ledger, outputs, registry),
+    *(controlplane, inference, ledger, registry),
     *(rollouts, rows, scheduler, slis, usage, worker),
 )
-_WRITTEN: Final = (ArmFit, MetricEvidence, RolloutEvent)
+_WRITTEN: Final = (
+    *(ArmFit, MetricEvidence, RolloutEvent),
+    *(ClassWait, QueueShare, RankedWorker, WorkerPool),
+)
 MIRRORS: Final = {
     f"{module.__name__.removeprefix('services.')}.{name}": found
     for module in _MODULES

@@ -28,7 +28,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.core.records import Priority
-from services.ports.streams.worker_stream import StepFrame
+from services.ports.streams import StepFrame
 from services.rpc.convert.worker import (
     frame_from_proto,
     frame_to_proto,

@@ -32,7 +32,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.guarded_store import FILE_NAME, LOOK_S, GuardedStore
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
-from services.runtime.fleet_state.registration import Registration
+from services.runtime.fleet_state.lease import Registration
 
 Virtual = Callable[[Callable[[Any], Any]], Any]
 KEY = ROOT + "k"

@@ -16,8 +16,8 @@ import pytest
 
 from services.runtime.clock import SystemClock
 from services.runtime.process.health import Check, Health
-from services.runtime.process.loop_watch import EXIT_STUCK, LATE_S, TICK_S, LoopWatch, quiet_for
 from services.runtime.telemetry.metrics import Metrics
+from services.runtime.telemetry.process_metrics import EXIT_STUCK, LATE_S, TICK_S, LoopWatch, quiet_for
 
 
 async def test_a_stuck_loop_ends_the_process() -> None:
@@ -47,7 +47,7 @@ async def test_a_stuck_loop_ends_the_process() -> None:
 WATCHED = """
 import asyncio, sys
 from services.runtime.clock import SystemClock
-from services.runtime.process.loop_watch import LoopWatch
+from services.runtime.telemetry.process_metrics import LoopWatch
 from services.runtime.telemetry.metrics import Metrics
 
 async def main():

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from services.runtime.clock import SystemClock
-from services.runtime.process.tenant_loop import SLICE_S, TenantLoop, nobody, run_as
+from services.runtime.process.tenant_turns import SLICE_S, TenantLoop, nobody, run_as
 from services.runtime.supervisor import Supervisor
 
 STEP_S = 0.001

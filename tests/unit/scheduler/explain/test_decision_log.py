@@ -14,7 +14,7 @@ from services.core.decisions import PLACED_ALONE, QUEUED, RUNNING_BEFORE
 from services.core.fleet import ReportedSequence, SequenceUsage
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
-from services.rpc.convert.decisions import decision_to_proto
+from services.rpc.convert.scheduler import decision_to_proto
 from services.scheduler.explain.decision_log import MAX_EXPLAINED, MAX_FOUND, MAX_RANKED, DecisionLog
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, PlacementProfile, choose

@@ -20,7 +20,7 @@ from services.core.errors import (
 )
 from services.core.records import Priority
 from services.gateway.faces.openai.errors import error_headers
-from services.rpc.convert.decisions import pool_to_proto
+from services.rpc.convert.scheduler import pool_to_proto
 from services.rpc.status import to_proto
 from services.scheduler.policy.overload.shedding import SheddingPolicy, ShedRank, shed_rank
 from services.scheduler.queue.pool import QueueLimits

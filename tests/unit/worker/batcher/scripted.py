@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import Operation, TensorSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.worker.batcher.arriving_rows import FIRST_ROWS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import ANY, Operation, TensorSpec
 from services.core.poison.suspicion import LossCause
 from services.worker.batcher.arriving_rows import FIRST_ROWS, ROWS_PER_CHOICE, ArrivingRows
 from services.worker.engine_protocol import RowCosts, RowModel

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from services.core.fixed_cost.tensors import ANY, Operation, TensorSpec
+from services.core.fixed_cost.signature import ANY, Operation, TensorSpec
 from services.worker.batcher.measure import MeasuredModel, measure
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.core.estimates.traffic_shapes import DEFAULT_SHAPES, RequestShape, SamplingKind
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.signature import ANY, TensorSpec
 from services.worker.engine.validation import ModelLimits, refusal
 from services.worker.engine_protocol import Ready, RowCosts
 from services.worker.policy.probes import (

@@ -10,7 +10,7 @@ import pytest
 
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RawTensor
-from services.core.fixed_cost.tensors import ANY, TensorSpec
+from services.core.fixed_cost.signature import ANY, TensorSpec
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     BatchRaised,

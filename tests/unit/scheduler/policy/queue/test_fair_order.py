@@ -13,7 +13,7 @@ from services.core.records import Priority
 from services.scheduler.policy.queue.fair_order import FairOrder
 from services.scheduler.policy.queue.fairness import MAX_ACCOUNTS, Account, FairShares
 from services.scheduler.policy.queue.order import OrderPolicy
-from simulator.invariants.fairness_bound import granted_bound, service_bound
+from simulator.invariants.fairness import granted_bound, service_bound
 
 SECOND = 1_000_000
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fairway.formats.config_fields import UnsupportedModel
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded, Row
 from services.worker.engine.unsupported import BadCheckpoint

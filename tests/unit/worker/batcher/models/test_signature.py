@@ -7,8 +7,7 @@ import pytest
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import parse_fixed_cost
-from services.core.fixed_cost.signature import Signature, signature_of
-from services.core.fixed_cost.tensors import ANY, Operation
+from services.core.fixed_cost.signature import ANY, Operation, Signature, signature_of
 from services.worker.batcher.models.loading import load_model
 from tests.support import fixed_cost
 from tests.support.row_versions import embedding_version, mlp_version, reranker_version

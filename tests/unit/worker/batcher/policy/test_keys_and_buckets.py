@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.fixed_cost.tensors import Operation, TensorSpec
+from services.core.fixed_cost.signature import Operation, TensorSpec
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.length_buckets import (
     MOST_PADDING_RATIO,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from services.core.fixed_cost.tensors import Operation
+from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
 from services.worker.batcher.policy.flush import BatchLimits, Device, FlushCause

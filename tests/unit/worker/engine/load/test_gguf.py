@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from fairway.client.publish.folder import declared_kind, find_files, require_servable
+from fairway.client.publish.publish import declared_kind, find_files, require_servable
 from fairway.importing.gguf_convert import convert_gguf
 from fairway.importing.gguf_file import BadGguf
 from tests.support.gguf_files import byte_level, sentencepiece, shape_of, write_file, write_model

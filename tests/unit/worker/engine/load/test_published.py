@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fairway.client.publish.folder import PublishRefused, declared_kind, find_files, require_servable
+from fairway.client.publish.publish import PublishRefused, declared_kind, find_files, require_servable
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.fixed_cost.config import parse_fixed_cost
