@@ -25,8 +25,7 @@ from services.worker import engine_protocol as wire
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Inline
 from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
-from services.worker.engine.sequence import Status
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits, Status
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel

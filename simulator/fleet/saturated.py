@@ -13,8 +13,8 @@ from typing import Final
 from services.core.records import Priority
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from simulator.fleet.chaos import CHAOS_FAULTS, FaultKind, InjectedFault, draw_faults
 from simulator.fleet.clients.client import SimRequest
