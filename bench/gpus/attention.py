@@ -11,7 +11,7 @@ from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.plan import Cutting
 from services.worker.engine.cuda.varlen_prefill import takes_block_tables
 from services.worker.engine.execute.kv_cache import KvCache, KvShape
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 
 def torch_over_triton(

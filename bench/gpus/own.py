@@ -18,7 +18,7 @@ from services.worker.engine.execute.executor import Executor
 from services.worker.engine.load import torch_loading
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
 
 _GREEDY: Final = Sampling(seed=0, temperature=0.0)

@@ -26,10 +26,10 @@ from services.scheduler.health.worker_health import FleetHealth, HealthPolicy, T
 from services.scheduler.overload.pool_load import Overload
 from services.scheduler.policy.overload.shedding import SheddingPolicy
 from services.scheduler.policy.placement.choose import PlacementProfile
-from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.queue.fair_order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.waiting import CompositeObserver
 from services.scheduler.slots.leases import LeaseTerms

@@ -38,8 +38,7 @@ from services.worker.engine.execute.executor import Batch, Inline
 from services.worker.engine.plan.block_manager import OutOfBlocks
 from services.worker.engine.plan.planner import MAX_LONG_PREFILLS, PlannerLimits
 from services.worker.engine.prefix.reuse import Attached
-from services.worker.engine.sequence import SequenceState, Status
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits, SequenceState, Status
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
 from simulator.engine.cost_model import CostModel

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from services.worker.engine.execute.executor import Batch, Samples, blank_scores
-from services.worker.engine.sample.keyed_random import sequence_key
-from services.worker.engine.sequence import SequenceState
-from services.worker.engine.validation import Intake, ModelLimits, size_refusal
+from services.worker.engine.sequence import Intake, ModelLimits, SequenceState, sequence_key, size_refusal
 from services.worker.engine_protocol import Submit
 from simulator.engine.cost_model import CostModel, span_tokens
 from simulator.engine.poison import EngineEnds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn, overload
 
 from services.worker.engine.execute.null_executor import STRIDE
-from services.worker.engine.sample.keyed_random import sequence_key
+from services.worker.engine.sequence import sequence_key
 from simulator.engine.poison import poison_of
 
 NEVER = sys.maxsize

@@ -17,8 +17,8 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from simulator.engine.poison import EngineEnding, Poison
 from simulator.engine.sim_batches import LEAST_TOKENS, MOST_TOKENS

@@ -23,9 +23,8 @@ from services.scheduler.policy.placement.candidate import (
     prefix_hit,
 )
 from services.scheduler.policy.placement.choose import PlacementProfile
-from services.scheduler.policy.queue.fair_order import FairOrder
+from services.scheduler.policy.queue.fair_order import MICROSECONDS, FairOrder, OrderPolicy
 from services.scheduler.policy.queue.fairness import FairShares
-from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy
 from services.scheduler.queue.rules import PRODUCTION, BypassLimit, QueueDiscipline, QueueRule
 from services.scheduler.queue.waiting import QueuedPlacement
 from services.scheduler.term import TermSettings

@@ -25,7 +25,7 @@ from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.contract.placement_rig import PlacementRig, placing, placing_simulated
 from tests.integration.scheduler_fleet import DIGEST, TICKET_KEY, place_spec

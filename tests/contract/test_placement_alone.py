@@ -15,7 +15,7 @@ from services.core.errors import NoLeader
 from services.core.generation import AnyGrant, FallbackGrant, Grant, NotAdmittedReason, PlaceSpec
 from services.core.records import Priority
 from services.gateway.fallback import FallbackSettings, GatewayFallback
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.contract.placement_rig import PlacementRig, placing, placing_simulated
 from tests.integration.scheduler_fleet import DIGEST, place_spec

@@ -19,7 +19,7 @@ from services.core.records import Priority
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
 from services.runtime.supervisor import Supervisor
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import Term, TermSettings
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from tests.integration.scheduler_fleet import (

@@ -26,7 +26,7 @@ from services.rpc.status import from_rpc_error
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.integration.scheduler_fleet import (
     DIGEST,

@@ -30,9 +30,9 @@ from services.worker.engine.load.loading import _load_torch, _prefix_cache
 from services.worker.engine.native.build import COMPILERS
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
-from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import (
     Cancel,
     Credit,

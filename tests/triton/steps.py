@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.worker.engine.cuda.attention import TritonAttention
 from services.worker.engine.cuda.plan import Cutting, Padding
 from services.worker.engine.execute.kv_cache import KvCache, KvShape
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 CPU = torch.device("cpu")
 

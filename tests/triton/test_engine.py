@@ -31,8 +31,8 @@ from services.worker.engine.load.torch_loading import DTYPES
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.sample.sampler import Reductions, TorchReductions
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine.speculation.speculator import PromptLookup, Speculator
-from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig
 from services.worker.policy.speculation import SpeculationPolicy
 from tests.support.engine_oracle import Arrival, Run

@@ -19,8 +19,8 @@ from services.scheduler.health.worker_health import HealthPolicy
 from services.scheduler.policy.health.ejection import EjectionPolicy
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.service import SchedulerService
 from services.scheduler.servicer import SchedulerServicer
 from services.scheduler.telemetry import SchedulerTelemetry

@@ -52,7 +52,7 @@ from services.scheduler.fleet.worker import (
     candidate_of,
     level_of,
 )
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, RoomSummary, blocks_for
 from services.scheduler.policy.placement.choose import (
     NO_REJECTIONS,
     Chosen,
@@ -60,7 +60,6 @@ from services.scheduler.policy.placement.choose import (
     PlacementProfile,
     no_worker,
 )
-from services.scheduler.policy.placement.kv_admission import RoomSummary, blocks_for
 from services.scheduler.policy.placement.pool_seats import PoolSeats, SeatLevel
 from services.scheduler.policy.placement.prefix_index import PrefixIndex
 from services.scheduler.policy.placement.shared_prefix import (

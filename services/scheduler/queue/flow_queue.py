@@ -25,17 +25,15 @@ from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapsh
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.candidate import PlaceQuery, RoomSummary, demand_of
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, NoWorker, PlacementProfile
-from services.scheduler.policy.placement.kv_admission import RoomSummary, demand_of
-from services.scheduler.policy.queue.length import LengthPolicy
-from services.scheduler.policy.queue.order import (
+from services.scheduler.policy.queue.fair_order import (
     MICROSECONDS,
     NO_DEADLINE_S,
     OrderPolicy,
 )
-from services.scheduler.queue.index import QueueIndex
-from services.scheduler.queue.pool import Pool, QueueLimits, size_bytes_of
+from services.scheduler.policy.queue.length import LengthPolicy
+from services.scheduler.queue.index import Pool, QueueIndex, QueueLimits, size_bytes_of
 from services.scheduler.queue.refusals import full_of, timed_out, too_long
 from services.scheduler.queue.rules import PRODUCTION, PassContext, QueueDiscipline, QueueRule
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger

@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from services.core.records import Priority
 from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use
 from services.scheduler.policy.placement.choose import NoWorker, Rejections
-from services.scheduler.policy.queue.fair_order import FairOrder
+from services.scheduler.policy.queue.fair_order import FairOrder, OrderPolicy
 from services.scheduler.policy.queue.fairness import FairShares
 from services.scheduler.policy.queue.length import LengthPolicy, is_long, within_long_share
-from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.queue.service_ledger import ServiceLedger
 from services.scheduler.queue.waiting import Earmarks, QueuedPlacement
 

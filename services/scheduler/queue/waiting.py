@@ -10,9 +10,8 @@ from typing import Final, Protocol
 from services.core.errors import FairwayError
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use
+from services.scheduler.policy.placement.candidate import Candidate, Demand, PlaceQuery, may_use
 from services.scheduler.policy.placement.choose import Chosen, NoWorker
-from services.scheduler.policy.placement.kv_admission import Demand
 
 GRANTED: Final = "GRANTED"
 WITHDRAWN: Final = "WITHDRAWN"

@@ -18,10 +18,9 @@ from services.worker.engine.live_sequences import Flight, LiveSequences, Outcome
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.planner import Planner, PlannerLimits
 from services.worker.engine.prefix.reuse import PrefixReuse
-from services.worker.engine.sequence import Status
+from services.worker.engine.sequence import MAX_WAITING, Intake, ModelLimits, Status, is_complete
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_meter import NOBODY, StepMeter
-from services.worker.engine.validation import MAX_WAITING, Intake, ModelLimits, is_complete
 from services.worker.engine_protocol import (
     Cancel,
     Command,

@@ -12,7 +12,7 @@ from typing import Final
 
 from services.core.records import Priority
 from services.worker.engine.execute.null_executor import STRIDE
-from services.worker.engine.sample.keyed_random import sequence_key
+from services.worker.engine.sequence import sequence_key
 from services.worker.engine_protocol import Submit
 from simulator.engine.poison import Poison
 from simulator.fleet.spec import VOCABULARY

@@ -24,9 +24,8 @@ from services.core.generation import (
 from services.core.prefix import prefix_chain
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
-from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.candidate import PlaceQuery, demand_of
 from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
-from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot

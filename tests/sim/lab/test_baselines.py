@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.records import Priority
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, demand_of
 from services.scheduler.policy.placement.choose import Chosen, choose
-from services.scheduler.policy.placement.kv_admission import demand_of
+from services.scheduler.policy.queue.fair_order import MICROSECONDS, OrderPolicy
 from services.scheduler.policy.queue.fairness import FairShares
-from services.scheduler.policy.queue.order import MICROSECONDS, OrderPolicy
 from services.scheduler.queue.rules import PRODUCTION
 from services.scheduler.queue.waiting import QueuedPlacement
 from services.scheduler.term import TermSettings

@@ -24,11 +24,11 @@ from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.choose import PlacementProfile
+from services.scheduler.policy.queue.fair_order import OrderPolicy
 from services.scheduler.policy.queue.fairness import ServiceWeights
-from services.scheduler.policy.queue.order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from simulator.invariants.fairness import granted_bound, service_bound
 from tests.unit.scheduler.model import BLOCK, DIGEST
 

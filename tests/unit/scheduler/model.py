@@ -19,8 +19,8 @@ from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.ports.clock import Clock
 from services.scheduler.fleet.worker import FleetLimits
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import Term, TermSettings
 from services.scheduler.term_streams import (
     CancelPlacements,

@@ -17,10 +17,10 @@ from services.runtime.telemetry.metrics import Metrics
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.placement.choose import PlacementProfile
-from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.queue.fair_order import OrderPolicy
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.flow_queue import FlowQueue
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.telemetry import SchedulerTelemetry
 from tests.support.metrics import values

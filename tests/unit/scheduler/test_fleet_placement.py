@@ -12,9 +12,8 @@ from services.core.fleet import LONG_PROMPT_TOKENS, PoolSnapshot, ReportSnapshot
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
-from services.scheduler.policy.placement.candidate import PlaceQuery
+from services.scheduler.policy.placement.candidate import PlaceQuery, demand_of
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile
-from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.placement.prefix_index import EXPECTED_S
 from services.scheduler.policy.step_time import StepTimes
 from tests.unit.scheduler.model import BLOCK, DIGEST

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.core.generation import Grant
 from services.core.records import Priority
-from services.scheduler.policy.queue.order import OrderPolicy
+from services.scheduler.policy.queue.fair_order import OrderPolicy
 from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
 from tests.unit.scheduler.queue_rig import Rig
 

@@ -25,6 +25,8 @@ from services.scheduler.policy.placement.candidate import (
     Candidate,
     Filter,
     PlaceQuery,
+    RoomSummary,
+    can_ever_fit,
     fits_when_empty,
     has_kv_room,
     has_sequence_slot,
@@ -41,7 +43,6 @@ from services.scheduler.policy.placement.choose import (
     Rejections,
     choose,
 )
-from services.scheduler.policy.placement.kv_admission import RoomSummary, can_ever_fit
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED
 
 SERVING: Final = ""

@@ -33,7 +33,7 @@ from services.worker.engine.cuda.plan import (
 )
 from services.worker.engine.cuda.varlen_prefill import Segments, segments_of
 from services.worker.engine.execute.kv_cache import KvCache
-from services.worker.engine.execute.spans import Span, Spans
+from services.worker.engine.execute.step_rows import Span, Spans
 
 JOINED: Final = 16  # pieces that the second kernel reads at once
 ALIGNED: Final = 4  # integers of 16 bytes

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 EXACT_TOKENS: Final = 512  # length of a piece where cuts are at fixed positions
 PIECES_PER_PROCESSOR: Final = 2  # programs that hide each other's waits

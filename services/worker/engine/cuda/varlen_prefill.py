@@ -16,7 +16,7 @@ import torch
 
 from fairway.formats.decoder_config import ModelConfig
 from services.worker.engine.cuda.plan import ALONE_ROWS
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 PROBE_TOLERANCE: Final = 3e-2  # largest difference that bfloat16 explains
 PROBE: Final = ((11, 30), (20, 20))  # rows and length of its sequences

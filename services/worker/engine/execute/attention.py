@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.execute.kv_cache import KvCache
-from services.worker.engine.execute.spans import Span
+from services.worker.engine.execute.step_rows import Span
 
 
 class Attention(Protocol):

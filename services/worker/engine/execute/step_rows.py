@@ -2,26 +2,197 @@
 
 In a steady decode nothing is done by sequence: a step reads the lengths and the last tokens and adds vectors.
 A seat is filled when its sequence starts to decode, its block table when that grows.
+
+``Spans`` holds by columns whose rows are where, for attention backends that work on all sequences at once,
+and makes a ``Span`` only for those that go sequence by sequence. ``SamplingColumns`` has an entry per
+sequence and changes with the sequences; ``SamplingRows`` has one per row. A row that verifies a proposal is
+sampled as if the proposals before it were output already.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableSequence, Sequence
+from dataclasses import dataclass, fields
 from operator import attrgetter, itemgetter
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
+import numpy.typing as npt
 
+from services.core.generation import OutputLimits, Sampling
 from services.worker.engine.execute.executor import Batch, PrefillChunk
-from services.worker.engine.execute.spans import Ints, Spans, Table
-from services.worker.engine.sample.sampling_rows import SamplingColumns, SamplingRows, columns_of
-from services.worker.engine.sequence import SequenceState
+from services.worker.engine.sequence import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, UNIFORM_BITS, SequenceState
 
 _LAST: Final = itemgetter(-1)
 _TOKENS: Final = attrgetter("tokens")
 _VERSION: Final = attrgetter("table_version")
 TABLE_STEP: Final = 64  # blocks by which the tables widen
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.uint8]
+
+# What a row needs besides the greatest logit.
+DRAWN: Final = 1
+FILTERED: Final = 2
+BIASED: Final = 4
+REPETITION: Final = 8
+OUTPUT_PENALTY: Final = 16
+LOGGED: Final = 32
+MIN_TOKENS: Final = 64
+NO_FILTER: Final = 1 << 62  # a top_k above any vocabulary
+Table = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``rows`` rows of a step from ``first_row`` on are one sequence's tokens, the last at ``length`` - 1.
+
+    ``blocks`` is its block table; ``contiguous``: the blocks are consecutive.
+    """
+
+    first_row: int
+    rows: int
+    length: int
+    blocks: list[int]
+    contiguous: bool
+
+
+class Spans(Sequence[Span]):
+    """The spans of a step, in row order; decodes first.
+
+    ``first_rows``, ``rows`` and ``lengths`` [spans] are int64. ``tables`` [spans, blocks] int32 are the block
+    tables, wide enough for every ``lengths``; entries beyond a span's own blocks are any block. All of it is
+    to be read in the step that it was made for: the arrays are used again by the next.
+    """
+
+    def __init__(
+        self, sequences: list[SequenceState], *, first_rows: Ints, rows: Ints, lengths: Ints, tables: Table
+    ) -> None:
+        self.first_rows = first_rows
+        self.rows = rows
+        self.lengths = lengths
+        self.tables = tables
+        self._sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | list[Span]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        sequence = self._sequences[index]
+        return Span(
+            int(self.first_rows[index]),
+            int(self.rows[index]),
+            int(self.lengths[index]),
+            sequence.blocks,
+            sequence.contiguous,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """Columns [sequences]. ``flags`` are the bits above; ``top_k`` is ``NO_FILTER`` where it is off."""
+
+    flags: Flags
+    keys: Words
+    temperatures: Floats
+    top_k: Ints
+    top_p: Floats
+    min_p: Floats
+    prompt_tokens: Ints
+
+    def take(self, places: Ints) -> SamplingColumns:
+        """Return the columns with the entries at these places."""
+        return SamplingColumns(*(getattr(self, each.name)[places] for each in fields(self)))
+
+    def join(self, other: SamplingColumns) -> SamplingColumns:
+        """Return the entries of both, these first."""
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return SamplingColumns(*(np.concatenate(pair) for pair in pairs))
+
+
+def columns_of(sequences: Iterable[SequenceState]) -> SamplingColumns:
+    """Return the columns of sequences: the only place that reads their ``Sampling``."""
+    rows = [(s, s.sampling) for s in sequences]
+    return SamplingColumns(
+        np.array([flags_of(each, s.limits) for s, each in rows], np.uint8),
+        np.array([s.key for s, _ in rows], np.uint64),
+        np.array([each.temperature for _, each in rows], np.float64),
+        np.array([min(each.top_k, NO_FILTER) or NO_FILTER for _, each in rows], np.int64),
+        np.array([each.top_p for _, each in rows], np.float64),
+        np.array([each.min_p for _, each in rows], np.float64),
+        np.array([s.prompt_tokens for s, _ in rows], np.int64),
+    )
+
+
+def flags_of(sampling: Sampling, limits: OutputLimits) -> int:
+    """Return the bits of the features that a sequence needs."""
+    drawn = sampling.temperature > 0
+    return (
+        DRAWN * drawn
+        | FILTERED * (drawn and bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p))
+        | BIASED * bool(sampling.logit_bias)
+        | REPETITION * (sampling.repetition_penalty != 1.0)
+        | OUTPUT_PENALTY * bool(sampling.presence_penalty or sampling.frequency_penalty)
+        | LOGGED * (sampling.logprobs is not None)
+        | MIN_TOKENS * bool(limits.min_tokens)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """The rows of a step that are sampled. ``positions`` [rows] are output positions.
+
+    ``ahead[row]`` are the proposals that the row takes for output; rows without any are not in it.
+    """
+
+    sequences: Sequence[SequenceState]
+    columns: SamplingColumns
+    positions: Ints
+    ahead: dict[int, list[int]]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def asking(self, flag: int) -> list[int]:
+        """Return the rows that have the flag."""
+        found: list[int] = np.flatnonzero(self.columns.flags & flag).tolist()
+        return found
+
+    def uniforms(self) -> Floats:
+        """Return the draw of each row."""
+        return uniforms(self.columns.keys, self.positions)
+
+    def tokens(self, row: int) -> list[int]:
+        """Return prompt and output as the row sees them."""
+        return [*self.sequences[row].tokens, *self.ahead.get(row, ())]
+
+    def output(self, row: int) -> list[int]:
+        """Return the output as the row sees it."""
+        sequence = self.sequences[row]
+        return [*sequence.tokens[sequence.prompt_tokens :], *self.ahead.get(row, ())]
+
+
+def rows_of(sequences: Sequence[SequenceState]) -> SamplingRows:
+    """Return one row per sequence, without proposals."""
+    positions = np.array([sequence.output_tokens for sequence in sequences], np.int64)
+    return SamplingRows(sequences, columns_of(sequences), positions, {})
+
+
+def uniforms(keys: Words, positions: Ints) -> Floats:
+    """Return ``keyed.uniform`` of each pair: unsigned words wrap as that function's do."""
+    words = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
+    words ^= words >> np.uint64(31)
+    result: Floats = (words >> np.uint64(64 - UNIFORM_BITS)).astype(np.float64) * 2.0**-UNIFORM_BITS
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
 from services.worker.engine.execute.model import Hidden
-from services.worker.engine.execute.spans import Spans
-from services.worker.engine.execute.step_rows import Seats, StepRows
+from services.worker.engine.execute.step_rows import Seats, Spans, StepRows
 from services.worker.engine.sample.sampler import TORCH, Reductions, RuleOut, Sampled, launch, torch_rule_out
-from services.worker.engine.validation import MAX_LOGPROBS
+from services.worker.engine.sequence import MAX_LOGPROBS
 from services.worker.engine_protocol import SampledLogprobs
 
 SLICE_ROWS: Final = 64  # rows whose logits are in memory at once

@@ -32,11 +32,10 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
-from services.worker.engine.sequence import SequenceState, sequence_of
+from services.worker.engine.sequence import MAX_LOGPROBS, ModelLimits, SequenceState, sequence_of
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig, TooLittleMemory
-from services.worker.engine.validation import MAX_LOGPROBS, ModelLimits
 from services.worker.engine_protocol import EngineConfig, Ready, Submit
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.policy.speculation import SpeculationPolicy

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.engine.execute.kv_cache import KvShape, ReservedTensors, copy_blocks
-from services.worker.engine.execute.spans import Ints, Span, Spans, Table
+from services.worker.engine.execute.step_rows import Ints, Span, Spans, Table
 from services.worker.engine.native.library import AttentionCall, Library
 
 PAIRS: Final = 32  # rows times the query heads of a KV head that a tile holds

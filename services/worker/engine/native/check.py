@@ -16,7 +16,7 @@ import torch
 from services.worker.engine.execute.executor import RuledRows
 from services.worker.engine.execute.kv_cache import KvShape
 from services.worker.engine.execute.operators import HeadNorms
-from services.worker.engine.execute.spans import Span
+from services.worker.engine.execute.step_rows import Span
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.library import Library
 from services.worker.engine.native.operators import NativeOperators

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.execute.executor import NOT_FINITE, RuledRows, Samples, StepMasks
-from services.worker.engine.sample.sampling_rows import (
+from services.worker.engine.execute.step_rows import (
     BIASED,
     DRAWN,
     FILTERED,
@@ -34,7 +34,7 @@ from services.worker.engine.sample.sampling_rows import (
     SamplingColumns,
     SamplingRows,
 )
-from services.worker.engine.validation import MAX_LOGPROBS
+from services.worker.engine.sequence import MAX_LOGPROBS
 from services.worker.engine_protocol import SampledLogprobs
 
 TILE: Final = 128  # tokens whose weights are summed at once

@@ -16,9 +16,8 @@ from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.rpc.convert.scheduler import decision_to_proto
 from services.scheduler.explain.decision_log import MAX_EXPLAINED, MAX_FOUND, MAX_RANKED, DecisionLog
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, demand_of
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, PlacementProfile, choose
-from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.queue.waiting import QueuedPlacement
 from tests.support.clocks import HandClock
 from tests.support.place_specs import PLACE_SPEC

@@ -23,7 +23,7 @@ from services.gateway.faces.openai.errors import error_headers
 from services.rpc.convert.scheduler import pool_to_proto
 from services.rpc.status import to_proto
 from services.scheduler.policy.overload.shedding import SheddingPolicy, ShedRank, shed_rank
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.report import Now, pools_of
 from services.scheduler.term import TermSettings
 from tests.unit.scheduler.model import DIGEST

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from services.scheduler.policy.placement.candidate import Candidate
-from services.scheduler.policy.placement.kv_admission import RoomSummary
+from services.scheduler.policy.placement.candidate import Candidate, RoomSummary
 
 
 def room_of(candidates: Iterable[Candidate]) -> RoomSummary:

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.scheduler.policy.overload.rates import MAX_WAIT_S, MIN_WAIT_S, DrainRate
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery
+from services.scheduler.policy.placement.candidate import (
+    Candidate,
+    PlaceQuery,
+    blocks_for,
+    can_ever_fit,
+    demand_of,
+)
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, Rejections, choose
-from services.scheduler.policy.placement.kv_admission import blocks_for, can_ever_fit, demand_of
 from tests.unit.scheduler.policy.room_oracle import room_of
 
 WORKER = Candidate("w1", 1024, 1024, block_size=16, slots=8, max_model_len=1024)

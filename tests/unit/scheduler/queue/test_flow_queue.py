@@ -19,8 +19,8 @@ from services.core.errors import (
 from services.core.fleet import PlacementRefused, ReportSnapshot, SequenceUsage
 from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.waiting import OpenGate, QueuedPlacement
 from tests.unit.scheduler.model import BLOCK, DIGEST, place_spec
 from tests.unit.scheduler.queue_rig import Rig

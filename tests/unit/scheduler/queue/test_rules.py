@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.scheduler.policy.queue.order import OrderPolicy
-from services.scheduler.queue.pool import QueueLimits
+from services.scheduler.policy.queue.fair_order import OrderPolicy
+from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.rules import (
     PRODUCTION,
     BypassLimit,

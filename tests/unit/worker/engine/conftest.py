@@ -16,8 +16,8 @@ from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Executor, Inline, Runner, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine.speculation.speculator import Speculator
-from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, SampledLogprobs, Submit
 from tests.support.engine_agent import Agent
 from tests.support.submits import make_submit

@@ -19,8 +19,7 @@ from services.core.prefix import prefix_chain
 from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.execute.torch_executor import SLICE_ROWS, launch_scores, scored_rows
 from services.worker.engine.sample.sampler import TorchReductions
-from services.worker.engine.sequence import sequence_of
-from services.worker.engine.validation import ModelLimits, refusal
+from services.worker.engine.sequence import ModelLimits, refusal, sequence_of
 from services.worker.engine_protocol import SampledLogprobs, Submit
 from tests.support.engine_oracle import ROOT, load_engine
 

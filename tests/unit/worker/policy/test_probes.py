@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.core.estimates.traffic_shapes import DEFAULT_SHAPES, RequestShape, SamplingKind
 from services.core.fixed_cost.signature import ANY, TensorSpec
-from services.worker.engine.validation import ModelLimits, refusal
+from services.worker.engine.sequence import ModelLimits, refusal
 from services.worker.engine_protocol import Ready, RowCosts
 from services.worker.policy.probes import (
     MOST_DEADLINE_S,

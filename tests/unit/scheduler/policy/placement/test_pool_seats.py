@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.core.fleet import LONG_PROMPT_TOKENS
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, length_filters
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, demand_of, length_filters
 from services.scheduler.policy.placement.choose import Chosen, NoWorker, PlacementProfile, choose
-from services.scheduler.policy.placement.kv_admission import demand_of
 from services.scheduler.policy.placement.pool_seats import SERVING, PoolSeats, SeatLevel
 from services.scheduler.policy.queue.length import LengthPolicy
 from tests.unit.scheduler.policy.room_oracle import room_of

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.records import Priority
-from services.scheduler.policy.queue.fair_order import FairOrder
+from services.scheduler.policy.queue.fair_order import FairOrder, OrderPolicy
 from services.scheduler.policy.queue.fairness import MAX_ACCOUNTS, Account, FairShares
-from services.scheduler.policy.queue.order import OrderPolicy
 from simulator.invariants.fairness import granted_bound, service_bound
 
 SECOND = 1_000_000

@@ -5,8 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.policy.placement.candidate import CHUNK_TOKENS, Candidate, PlaceQuery, length_filters
-from services.scheduler.policy.placement.kv_admission import Demand
+from services.scheduler.policy.placement.candidate import (
+    CHUNK_TOKENS,
+    Candidate,
+    Demand,
+    PlaceQuery,
+    length_filters,
+)
 from services.scheduler.policy.queue.fairness import HeldShares
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.policy.step_time import PRIOR

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.cuda.plan import ALONE_ROWS, Cutting, cut, padded, plan_step
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 BLOCK_SIZE = 4
 cuttings = st.builds(

@@ -11,7 +11,7 @@ import torch
 
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from services.worker.engine.cuda.varlen_prefill import plain, segments_of, takes_block_tables
-from services.worker.engine.execute.spans import Spans
+from services.worker.engine.execute.step_rows import Spans
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.execute.executor import Batch, PrefillChunk
-from services.worker.engine.execute.step_rows import Seats, StepRows
-from services.worker.engine.sample.sampling_rows import rows_of
+from services.worker.engine.execute.step_rows import Seats, StepRows, rows_of
 from services.worker.engine.sequence import SequenceState, sequence_of
 from tests.support.submits import make_submit
 

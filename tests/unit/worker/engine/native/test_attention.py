@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.execute.kv_cache import KvShape
-from services.worker.engine.execute.spans import Span
+from services.worker.engine.execute.step_rows import Span
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache, tiles_of
 from services.worker.engine.native.library import Library
 

@@ -13,7 +13,7 @@ import torch
 
 from services.worker.engine.execute.kv_cache import KvShape
 from services.worker.engine.execute.operators import HeadNorms
-from services.worker.engine.execute.spans import Span
+from services.worker.engine.execute.step_rows import Span
 from services.worker.engine.load.torch_loading import load_library
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache

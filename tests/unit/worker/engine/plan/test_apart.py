@@ -12,7 +12,7 @@ from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Batch, Inline, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine_protocol import Cancel
 from services.worker.step_page import StepPage
 from tests.support.run_ahead import RunsAhead

@@ -14,7 +14,7 @@ from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Inline, Samples
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits
 from services.worker.engine_protocol import Cancel, Credit, Park
 from services.worker.policy.prefill import PrefillBudget
 

@@ -12,8 +12,7 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine.prefix.eviction import EvictionLimits
-from services.worker.engine.sequence import SequenceState
-from services.worker.engine.validation import ModelLimits
+from services.worker.engine.sequence import ModelLimits, SequenceState
 from services.worker.engine_protocol import Stepped, Submit
 from tests.support.submits import make_submit
 

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.core.generation import OutputLimits, Prompt, Sampling
+from services.worker.engine import sequence as keyed
 from services.worker.engine.execute.executor import Samples
-from services.worker.engine.sample import keyed_random as keyed
+from services.worker.engine.execute.step_rows import SamplingColumns, columns_of, rows_of, uniforms
 from services.worker.engine.sample.sampler import floors, invert_cdf
 from services.worker.engine.sample.sampler import sample as sample_rows
-from services.worker.engine.sample.sampling_rows import SamplingColumns, columns_of, rows_of, uniforms
 from services.worker.engine.sequence import SequenceState, sequence_of
 from services.worker.engine_protocol import Submit
 

@@ -22,11 +22,10 @@ from services.worker.engine.execute.executor import Inline
 from services.worker.engine.load.loading import _load_torch
 from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
-from services.worker.engine.sequence import SequenceState
+from services.worker.engine.sequence import ModelLimits, SequenceState
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
 from services.worker.engine.unsupported import REFUSALS, BadEngineConfig
-from services.worker.engine.validation import ModelLimits
 from services.worker.engine_protocol import EngineConfig, Submit
 from services.worker.policy.speculation import SpeculationPolicy
 
