@@ -32,8 +32,8 @@ from services.gateway.events import Accepted, Event, Received
 from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, failed_response
 from services.gateway.faces.responses.types import ModelResponse
-from services.gateway.faces.transport.answer_stream import GenerationStreams, collect
-from services.gateway.faces.transport.event_numbers import EventNumbers
+from services.gateway.faces.transport.event_ids import EventNumbers
+from services.gateway.faces.transport.event_stream import GenerationStreams, collect
 from services.gateway.incidents import incident_of
 from services.gateway.responses.store import BegunResponse, ResponseAnswer, ResponseStore
 from services.gateway.service_types import subtract
