@@ -53,7 +53,7 @@ class CompletionFrames(AnswerFrames):
         self._position = position
         self._request_id, self._created_unix_s = received.request_id, now_unix_s
         self._frames: Frames | None = None
-        self._begun: dict[int, None] = {}  # the generations whose role frames were made
+        self._begun: dict[int, None] = {}  # the generations with content or an end
         self._finished: list[Finished] = []
 
     def on_accepted(self, number: int, accepted: Accepted) -> None:
@@ -88,16 +88,18 @@ class CompletionFrames(AnswerFrames):
         return [*cached, *rate_headers(accepted[-1])]
 
     def output(self, number: int, event: Tokens) -> bytes:
-        frames = self._begun_frames
+        frames, position = self._frames, self._position
+        assert frames is not None, "output before the acceptance"
         data = frames.tokens(number * self._request.choices + event.choice, event)
-        roles = self._roles(number, frames) if data else []
-        self._position.on_tokens(number, event)
-        return b"".join((*roles, self._with_id(data))) if data else b""
+        before = b"" if not data or number in self._begun else b"".join(self._roles(number, frames))
+        position.on_tokens(number, event)
+        return before + position.id_line() + data if data else b""
 
     async def ending(self, number: int, event: Finished) -> bytes:
         self._finished.append(event)
-        frames, first = self._begun_frames, number * self._request.choices
-        parts = self._roles(number, frames)
+        frames, first = self._frames, number * self._request.choices
+        assert frames is not None, "an end before the acceptance"
+        parts = [] if number in self._begun else self._roles(number, frames)
         reasons = finish_reasons(event)
         for result in event.choices[self._position.ends(number) :]:
             self._position.on_end(number)
@@ -111,16 +113,11 @@ class CompletionFrames(AnswerFrames):
                 parts.append(self._with_id(frame))
         return b"".join(parts)
 
-    @property
-    def _begun_frames(self) -> Frames:
-        assert self._frames is not None, "output before the acceptance"
-        return self._frames
-
     def _roles(self, number: int, frames: Frames) -> list[bytes]:
-        """Return the role frames of a generation, once, without those that its client has."""
-        if number in self._begun or self._request.dialect != "chat":
-            return []
+        """Return the role frames of a generation, which begins, without those that its client has."""
         self._begun[number] = None
+        if self._request.dialect != "chat":
+            return []
         choices, found = range(self._request.choices), []
         for choice in choices[self._position.roles(number) :]:
             self._position.on_role(number)

@@ -66,15 +66,16 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
+from services.gateway.faces.openai.server import SpelledPath, cross_origin, model_of
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
 from services.gateway.faces.openai.types import ChatBody, CompletionBody
 from services.gateway.faces.predict.routes import PredictFace
-from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
+from services.gateway.faces.responses.background import ResponseParts
+from services.gateway.faces.responses.routes import ResponsesCalls, ResponsesFace
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.event_ids import AnswerPosition, event_id_of
 from services.gateway.faces.transport.event_stream import CACHE_HIT, REPLAYED, EventStream, degraded_header
-from services.gateway.faces.transport.middleware import SpelledPath, cross_origin, model_of
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
@@ -439,9 +440,7 @@ class _Guard:
         principal = tenant_caller(self._identity, exchange.headers.credentials())
         mark_authenticated(exchange.scope)
         run_as(principal.tenant_id)
-        return Exchange(
-            exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
-        )
+        return replace(exchange, principal=principal)
 
 
 def tenant_caller(identity: Authenticator, credentials: str | None) -> Principal:

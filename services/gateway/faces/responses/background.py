@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -54,6 +55,19 @@ _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(ModelResponse).decode
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseParts:
+    """What keeps responses: their store, and the process's tasks, which include those in the background.
+
+    ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
+    """
+
+    store: ResponseStore
+    supervisor: Supervisor
+    new_incident: Callable[[], str]
+    remembered_s: float
+
+
 def answer_of(response: ModelResponse) -> ResponseAnswer:
     """Return a response that has ended, as it is stored."""
     return ResponseAnswer(_encode(response), _encode(response.output))
@@ -87,24 +101,14 @@ class BackgroundRun:
 class BackgroundResponses:
     """The responses that this gateway drives, as tasks of the process."""
 
-    def __init__(
-        self,
-        service: GenerationStreams,
-        store: ResponseStore,
-        clock: Clock,
-        supervisor: Supervisor,
-        *,
-        new_incident: Callable[[], str],
-        remembered_s: float,
-    ) -> None:
-        """``remembered_s``: how long a key is remembered after its last write, at least."""
-        self._new_incident = new_incident
+    def __init__(self, service: GenerationStreams, parts: ResponseParts, clock: Clock) -> None:
+        self._new_incident = parts.new_incident
         # Half of it: clocks differ.
-        self._takeover_s = remembered_s / 2
+        self._takeover_s = parts.remembered_s / 2
         self._service = service
-        self._store = store
+        self._store = parts.store
         self._clock = clock
-        self._supervisor = supervisor
+        self._supervisor = parts.supervisor
         self._runs: dict[tuple[str, str], BackgroundRun] = {}
         self._per_tenant: Counter[str] = Counter()
 

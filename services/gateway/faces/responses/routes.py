@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Protocol
 
@@ -41,6 +40,7 @@ from services.gateway.faces.responses.answers import ResponseEvents, ResponseFra
 from services.gateway.faces.responses.background import (
     BackgroundResponses,
     BackgroundRun,
+    ResponseParts,
     answer_of,
     begun_response,
     generation_of,
@@ -74,7 +74,6 @@ from services.gateway.faces.transport.event_stream import (
 from services.gateway.faces.transport.queries import OrderedQuery, page_of, query_number, read_query
 from services.gateway.responses.store import BegunResponse, ResponseStore, StoredResponse, begin_chunk
 from services.ports.clock import Clock
-from services.runtime.supervisor import Supervisor
 
 # Fields of chat completions and of fairway.v1 with another name in this dialect; the first that fits.
 NAMES: Final = (
@@ -398,19 +397,6 @@ class ResponsesCalls(GenerationStreams, ModelNames, Protocol):
         """Return the route and the number of tokens of the prompt for its model."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseParts:
-    """What keeps responses: their store, and the process's tasks, which include those in the background.
-
-    ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
-    """
-
-    store: ResponseStore
-    supervisor: Supervisor
-    new_incident: Callable[[], str]
-    remembered_s: float
-
-
 class ResponsesFace:
     """The handlers of the routes."""
 
@@ -431,14 +417,7 @@ class ResponsesFace:
         self._limits = limits
         self._bodies = bodies
         self._conversations = Conversations(service, parts.store, limits.max_body_bytes)
-        self._background = BackgroundResponses(
-            service,
-            parts.store,
-            clock,
-            parts.supervisor,
-            new_incident=parts.new_incident,
-            remembered_s=parts.remembered_s,
-        )
+        self._background = BackgroundResponses(service, parts, clock)
         self._retrievals = Retrievals(
             service, parts.store, self._conversations, self._background, clock, limits
         )

@@ -19,7 +19,7 @@ from typing import Final, Protocol
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
-from services.gateway.events import Accepted, Event, Finished, Received, Tokens, never
+from services.gateway.events import Accepted, Event, Finished, Heartbeat, Received, Tokens, never
 from services.gateway.faces.openai.errors import Header
 from services.gateway.faces.openai.exchange import Reply, primary_failure, rate_headers
 from services.gateway.policy.degrade import Degradation, header_value
@@ -131,33 +131,31 @@ class EventStream:
         if isinstance(event, Accepted):
             self._accepted.append(event)
             self._frames.on_accepted(number, event)
-        elif not self._accepted:  # a heartbeat during admission: the status is still undecided
             return
-        elif isinstance(event, Tokens):
-            self._open()
+        if isinstance(event, Heartbeat) and not (
+            self._reply.started or (self._accepted and self._status_due())
+        ):
+            return  # the status is still undecided
+        if self._opening is None:  # made before the output, since events are counted
+            self._opening = self._frames.opening()
+        if isinstance(event, Tokens):
             if data := self._frames.output(number, event):
                 await self._write(data)
         elif isinstance(event, Finished):
-            self._open()
             data = await self._frames.ending(number, event)
             self._left -= 1
             await self._write(data, last=not self._left)
-        elif self._reply.started or self._status_due():
-            self._open()
+        else:
             await self._write(self._frames.keep_alive)
-
-    def _open(self) -> None:
-        """Make what precedes the output, before the output: events are counted."""
-        if self._opening is None:
-            self._opening = self._frames.opening()
 
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         if not self._reply.started:
             for header in self._frames.headers(self._accepted):
                 self._reply.add_header(*header)
             await self._reply.start_events()
-        opening, self._opening = self._opening, b""
-        await self._reply.write((opening or b"") + data, last=last)
+        if self._opening:
+            data, self._opening = self._opening + data, b""
+        await self._reply.write(data, last=last)
 
 
 def answer_headers(accepted: Accepted) -> list[Header]:
