@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from services.gateway.faces.description.document import document_of
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
 from services.gateway.faces.openai.routes import endpoints_of
-from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.faces.responses.background import ResponseParts
 from services.runtime.process.product import product_version
 
 ROOT: Final = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from services.gateway.faces.description.document import NOT_OFFERED, document_of
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
 from services.gateway.faces.openai.routes import endpoints_of
-from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.faces.responses.background import ResponseParts
 from services.rpc.status import grpc_code, http_status
 from services.runtime.config import PREFIX, Settings
 

@@ -24,7 +24,7 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
-from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.faces.responses.background import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.idempotency import RecordLimits
 from services.rpc.server import RpcServer, RpcService

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.faces.responses.background import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.clock import Clock
 from services.ports.idempotency import RecordLimits

@@ -30,17 +30,17 @@ from scripts.house import (
 SOURCES = sources_of(code_files())
 # Each at its value, rounded up a little: a change lowers it and never raises it. The aim stands beside it.
 CAPS = {
-    "code_lines": 95_500,
-    "lines": 132_000,  # 118,000
-    "modules": 815,  # 600
-    "one_importer": 245,  # 110
+    "code_lines": 94_100,
+    "lines": 129_900,  # 118,000
+    "modules": 712,  # 600
+    "one_importer": 182,  # 110
     "double_names": 8,  # 10
-    "hand_copies": 270,  # 150
+    "hand_copies": 260,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 3,  # 2
-    "fair_orders": 7,  # 4
-    "lonely_protocols": 5,  # 0
+    "fair_orders": 6,  # 4
+    "lonely_protocols": 3,  # 0
     "fragments_percent": 2.5,  # 8
 }
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from services.gateway.events import Event, Heartbeat, Tokens
-from services.gateway.faces.openai.event_stream import PROMPTS_AT_ONCE
 from services.gateway.faces.openai.exchange import HttpLimits, duration
 from services.gateway.faces.openai.requests import MAX_PROMPTS
+from services.gateway.faces.transport.event_stream import PROMPTS_AT_ONCE
 from services.runtime.process.product import product_version
 from tests.integration.openai.face import (
     CHAT,

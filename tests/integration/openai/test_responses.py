@@ -62,6 +62,9 @@ async def test_a_stream_has_the_response_of_its_last_event(face: Face) -> None:
         "response.in_progress",
         "response.completed",
     ]
+    numbers = [event["sequence_number"] for event in streamed]
+    assert numbers[:2] == [0, 1], "what precedes the output is counted before it"
+    assert numbers == sorted(set(numbers))
     last = streamed[-1]["response"]
     assert [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]

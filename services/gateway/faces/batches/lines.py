@@ -12,6 +12,7 @@ from services.core.errors import FairwayError, InternalError, InvalidInput
 from services.core.generation import Principal, StageClock
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.events import BATCH_FACE, Received
+from services.gateway.faces.openai.completions import Completions, complete_all, whole_body
 from services.gateway.faces.openai.errors import error_body, named, status_of
 from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.faces.openai.requests import chat_request, completion_request
@@ -21,7 +22,6 @@ from services.gateway.faces.openai.rows import (
     embeddings_answer,
     embeddings_request,
 )
-from services.gateway.faces.openai.whole import Completions, complete_all, whole_body
 from services.gateway.rows.calls import RowsCalls
 from services.ports.clock import Clock
 from services.runtime.process.tenant_turns import LoopTurns

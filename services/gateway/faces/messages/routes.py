@@ -43,7 +43,6 @@ from services.gateway.faces.messages.types import (
     ToolUseBlock,
 )
 from services.gateway.faces.openai.errors import PARAMS, field_and_message, status_of
-from services.gateway.faces.openai.event_stream import original
 from services.gateway.faces.openai.exchange import (
     JSON,
     STREAM_HEADERS,
@@ -74,7 +73,6 @@ from services.gateway.faces.openai.types import (
     parse_part,
     require_neutral,
 )
-from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
 from services.gateway.faces.transport.blocks import (
     AnswerBlocks,
     Block,
@@ -84,7 +82,15 @@ from services.gateway.faces.transport.blocks import (
     BlockOpened,
     is_object,
 )
-from services.gateway.faces.transport.event_numbers import EventNumbers, keyed_numbers
+from services.gateway.faces.transport.event_ids import EventNumbers, keyed_numbers
+from services.gateway.faces.transport.event_stream import (
+    AnswerFrames,
+    EventStream,
+    GenerationStreams,
+    answer_headers,
+    collect,
+    original,
+)
 from services.gateway.faces.transport.text_parts import ServedPart, found_text, required, text_of
 from services.ports.clock import Clock
 from services.runtime.ids import ANSWER_PREFIXES
@@ -329,10 +335,10 @@ class _InputDelta(Struct, frozen=True, tag="input_json_delta", tag_field="type")
     partial_json: str
 
 
-class MessageFrames:
+class MessageFrames(AnswerFrames):
     """The answer of one request: its blocks, its end, and the events of both."""
 
-    keep_alive: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, request_id: str, numbers: EventNumbers) -> None:
         self._request_id = request_id
@@ -341,28 +347,25 @@ class MessageFrames:
         self._accepted: Accepted | None = None
         self._finished: Finished | None = None
 
-    def on_accepted(self, accepted: Accepted) -> None:
+    def on_accepted(self, number: int, accepted: Accepted) -> None:
         self._accepted = accepted
         if accepted.received_unix_us:
-            self._request_id, _ = original(accepted, 0)
-        self._numbers.on_accepted(accepted.request_id)
+            self._request_id, _ = original(accepted, number)
+        self._numbers.on_accepted(number, accepted.request_id)
 
     def opening(self) -> bytes:
         return self._event("message_start", message=self.message())
 
-    def output(self, event: Tokens) -> bytes:
+    def output(self, number: int, event: Tokens) -> bytes:
         return self._events(self._blocks.add(event))
 
-    async def ending(self, event: Finished) -> bytes:
+    async def ending(self, number: int, event: Finished) -> bytes:
         last = self._events(self._blocks.end(event.choices[0]))
         self._finished = event
         message = self.message()
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         end = self._event("message_delta", delta=delta, usage=message.usage)
         return last + end + (self._written("message_stop") if self._numbers.end("message_stop") else b"")
-
-    def failed(self, error: FairwayError) -> bytes:
-        return b"event: error\ndata: " + messages_error(error) + b"\n\n"
 
     def message(self) -> Message:
         """Return the answer so far: without content before its end, as the stream's first event has it."""
@@ -517,17 +520,18 @@ class MessagesFace:
         source = self._service.stream(
             exchange.caller,
             generation,
-            received=replace(exchange.received, delivered=numbers.delivered),
+            received=replace(exchange.received, delivered=numbers.delivered()),
             timeout_s=timeout_s,
             withdraws=exchange.withdrawn,
         )
         if request.stream:
             due_s = exchange.received.monotonic_s + self._limits.status_wait_s
-            work = relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
-            await unless_disconnected(exchange.receive, exchange.reply, work)
+            stream = EventStream(frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+            await unless_disconnected(exchange.receive, exchange.reply, stream.run([source]))
             return
         accepted = await unless_disconnected(exchange.receive, exchange.reply, collect(source, frames))
-        add_headers(exchange.reply, accepted)
+        for header in answer_headers(accepted):
+            exchange.reply.add_header(*header)
         await exchange.reply.json(200, _encode(frames.message()))
 
     async def count(self, exchange: Exchange) -> None:

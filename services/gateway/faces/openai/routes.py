@@ -35,14 +35,14 @@ from services.gateway.faces.openai.answers import (
     ModelList,
     TextCompletion,
 )
-from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
-from services.gateway.faces.openai.event_ids import AnswerPosition, without_stream
-from services.gateway.faces.openai.event_stream import (
-    CACHE_HIT,
-    REPLAYED,
-    EventStream,
-    degraded_header,
+from services.gateway.faces.openai.completions import (
+    CompletionFrames,
+    Completions,
+    complete_all,
+    numbered_parts,
+    whole_body,
 )
+from services.gateway.faces.openai.errors import NOT_PRINTABLE, Header, HttpProblem, error_body, named
 from services.gateway.faces.openai.exchange import (
     JSON,
     REQUEST_HEADERS,
@@ -66,14 +66,16 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
+from services.gateway.faces.openai.server import SpelledPath, cross_origin, model_of
 from services.gateway.faces.openai.tokens import TokenCalls, TokensFace
 from services.gateway.faces.openai.types import ChatBody, CompletionBody
-from services.gateway.faces.openai.whole import Completions, complete_all, numbered_parts, whole_body
 from services.gateway.faces.predict.routes import PredictFace
-from services.gateway.faces.responses.routes import ResponseParts, ResponsesCalls, ResponsesFace
+from services.gateway.faces.responses.background import ResponseParts
+from services.gateway.faces.responses.routes import ResponsesCalls, ResponsesFace
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
-from services.gateway.faces.transport.middleware import SpelledPath, cross_origin, model_of
+from services.gateway.faces.transport.event_ids import AnswerPosition, event_id_of
+from services.gateway.faces.transport.event_stream import CACHE_HIT, REPLAYED, EventStream, degraded_header
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
@@ -309,11 +311,10 @@ class OpenAiFace:
             del body
         for generation in request.generations:
             exchange.headers.apply_to(generation)
-        if exchange.headers.last_event_id() and not (request.stream and key):
-            raise without_stream()
+        event_id = event_id_of(exchange, key, stream=request.stream)
         names = request.names.items()
         if request.stream:
-            work = self._stream(exchange, request, timeout_s)
+            work = self._stream(exchange, request, timeout_s, event_id)
             await named(names, unless_disconnected(exchange.receive, exchange.reply, work))
             return
         whole = complete_all(
@@ -338,44 +339,25 @@ class OpenAiFace:
         body = await self._answers.run(exchange.caller.tenant_id, steps)
         await exchange.reply.json(200, body)
 
-    async def _stream(self, exchange: Exchange, request: ApiRequest, timeout_s: float | None) -> None:
-        position = self._position(exchange, request)
-        numbered = numbered_parts(exchange.received, request)
-        if position is not None:
-            numbered = [
-                structs.replace(each, delivered=position.delivered(number))
-                for number, each in enumerate(numbered)
-            ]
+    async def _stream(
+        self, exchange: Exchange, request: ApiRequest, timeout_s: float | None, event_id: str
+    ) -> None:
+        position = AnswerPosition(request, self._event_secret, exchange.caller.tenant_id, event_id)
+        now_unix_s = int(self._clock.unix_s())
+        frames = CompletionFrames(request, exchange.reply, position, exchange.received, now_unix_s)
         due_s = exchange.received.monotonic_s + self._limits.status_wait_s
-        stream = EventStream(
-            request,
-            exchange.reply,
-            position,
-            request_id=exchange.received.request_id,
-            created_unix_s=int(self._clock.unix_s()),
-            status_due=lambda: self._clock.monotonic_s() >= due_s,
-        )
+        parts = numbered_parts(exchange.received, request)
         sources = [
             self._service.stream(
                 exchange.caller,
                 generation,
-                received=received,
+                received=structs.replace(received, delivered=position.delivered(number)),
                 timeout_s=timeout_s,
                 withdraws=exchange.withdrawn,
             )
-            for generation, received in zip(request.generations, numbered, strict=True)
+            for number, (generation, received) in enumerate(zip(request.generations, parts, strict=True))
         ]
-        await stream.run(sources)
-
-    def _position(self, exchange: Exchange, request: ApiRequest) -> AnswerPosition | None:
-        """Return what the client has of its answer; None without a key. Raises InvalidInput."""
-        if not request.generations[0].idempotency_key:
-            return None
-        position = AnswerPosition(request, self._event_secret, exchange.caller.tenant_id)
-        event_id = exchange.headers.last_event_id()
-        if event_id:
-            position.resume(event_id)
-        return position
+        await EventStream(frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s).run(sources)
 
 
 def _model(entry: ServedModel) -> ModelEntry:
@@ -458,9 +440,7 @@ class _Guard:
         principal = tenant_caller(self._identity, exchange.headers.credentials())
         mark_authenticated(exchange.scope)
         run_as(principal.tenant_id)
-        return Exchange(
-            exchange.scope, exchange.receive, exchange.reply, exchange.headers, exchange.received, principal
-        )
+        return replace(exchange, principal=principal)
 
 
 def tenant_caller(identity: Authenticator, credentials: str | None) -> Principal:

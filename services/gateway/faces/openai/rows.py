@@ -14,7 +14,6 @@ from msgspec import UNSET, Meta, Struct
 from fairway.v1 import inference_pb2
 from services.core.errors import InvalidInput, UnsupportedFeature
 from services.gateway.faces.openai.errors import named
-from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.exchange import (
     JSON,
     RUN_HEADERS,
@@ -30,6 +29,7 @@ from services.gateway.faces.openai.exchange import (
 )
 from services.gateway.faces.openai.requests import PRIORITIES
 from services.gateway.faces.openai.types import UInt32, Unserved, parse_body
+from services.gateway.faces.transport.event_stream import REPLAYED
 from services.gateway.rows.calls import RowsCalls
 from services.gateway.rows.inputs import MAX_ROWS
 from services.gateway.rows.results import LABEL, PROBABILITIES, label_names

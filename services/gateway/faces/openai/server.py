@@ -1,4 +1,4 @@
-"""uvicorn in the running event loop, with additional limits.
+"""uvicorn in the running event loop, with additional limits, and what applies before a request's route.
 
 uvicorn bounds neither the head of a request, nor the bytes after it once the answer is sent, nor the time of
 either. It treats trailers as headers, lets one client open every connection, and offers no way to cut one.
@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, cast
+from urllib.parse import unquote
 
 import uvicorn
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.core.errors import FailedPrecondition
@@ -50,6 +53,25 @@ _BAD_HEAD: Final = (
 )
 _HEAD_TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+_MAX_AGE_S: Final = 600
+_SLASH: Final = "%2F"
+# Headers of an answer that a page may read.
+_EXPOSED: Final = (
+    "retry-after",
+    "retry-after-ms",
+    "request-id",
+    "x-request-id",
+    "x-client-request-id",
+    "x-should-retry",
+    "x-fairway-cache",
+    "idempotent-replayed",
+    "x-fairway-degraded",
+    *(
+        f"x-ratelimit-{what}-{of}"
+        for what in ("limit", "remaining", "reset")
+        for of in ("requests", "tokens")
+    ),
 )
 
 
@@ -419,3 +441,47 @@ class PacedApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.turns.turn(source_of(scope.get("client")))
         await self._app(scope, receive, send)
+
+
+class SpelledPath:
+    """Routes a path by its own slashes, except one at its end. Access depends on the route alone.
+
+    An encoded slash stays encoded, so that it separates nothing: only ``model_of`` decodes it.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if b"%2f" in (raw := scope.get("raw_path") or b"").lower():
+            parts = raw.decode("ascii", "replace").split("/")
+            path = "/".join(unquote(part).replace("/", _SLASH) for part in parts)
+        if len(path) > 1 and path.endswith("/") and not path.endswith("//"):
+            path = path[:-1]
+        await self._app({**scope, "path": path}, receive, send)
+
+
+def model_of(scope: Any) -> str:
+    """Return the model's name in the path, which may have slashes of both spellings."""
+    name: str = scope["path_params"]["model"]
+    return name.replace(_SLASH, "/")
+
+
+def cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """Return what lets web pages of these origins call the server; nothing without one.
+
+    No cookies: a page sends its key itself.
+    """
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=list(_EXPOSED),
+            max_age=_MAX_AGE_S,
+        )
+    ]

@@ -25,6 +25,7 @@ from services.gateway.faces.openai.exchange import (
     unless_disconnected,
 )
 from services.gateway.faces.openai.rows import replay_headers
+from services.gateway.faces.openai.server import model_of
 from services.gateway.faces.predict.codecs import (
     EXTENSIONS,
     NAME,
@@ -35,7 +36,6 @@ from services.gateway.faces.predict.codecs import (
     metadata_of,
     require_ready,
 )
-from services.gateway.faces.transport.middleware import model_of
 from services.gateway.rows.calls import RowsCalls
 
 _encode: Final = msgspec.json.Encoder().encode

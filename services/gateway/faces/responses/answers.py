@@ -15,7 +15,6 @@ from services.core.errors import FairwayError, InternalError
 from services.core.generation import FinishReason
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.openai.errors import public_message
-from services.gateway.faces.openai.event_stream import original
 from services.gateway.faces.responses.requests import (
     ClientTool,
     client_tools,
@@ -47,7 +46,8 @@ from services.gateway.faces.transport.blocks import (
     BlockKind,
     BlockOpened,
 )
-from services.gateway.faces.transport.event_numbers import EventNumbers
+from services.gateway.faces.transport.event_ids import EventNumbers
+from services.gateway.faces.transport.event_stream import AnswerFrames, original
 from services.runtime.ids import ANSWER_PREFIXES
 
 _DELTAS: Final = {
@@ -70,7 +70,7 @@ class ResponseEvents:
         self._numbers = numbers
 
     def on_accepted(self, request_id: str) -> None:
-        self._numbers.on_accepted(request_id)
+        self._numbers.on_accepted(0, request_id)
 
     def opening(self, response: ModelResponse) -> bytes:
         begun = self._event("response.created", response=response)
@@ -142,10 +142,8 @@ class ResponseEvents:
         return self._numbers.id_line() + b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
 
 
-class ResponseFrames:
+class ResponseFrames(AnswerFrames):
     """The answer of one request: its items, its end, and the events of both."""
-
-    keep_alive: Final = b": keep-alive\n\n"
 
     def __init__(
         self,
@@ -165,12 +163,12 @@ class ResponseFrames:
         self._out = events
         self._now_s = now_s
 
-    def on_accepted(self, accepted: Accepted) -> None:
+    def on_accepted(self, number: int, accepted: Accepted) -> None:
         found: dict[str, Any] = {"model": accepted.model, "status": "in_progress"}
         if not self.response.created_at:
             request_id, created_unix_s = self._request_id, int(self._now_s())
             if accepted.received_unix_us:
-                request_id, created_unix_s = original(accepted, 0)
+                request_id, created_unix_s = original(accepted, number)
             found |= {"id": ANSWER_PREFIXES["responses"] + request_id, "created_at": created_unix_s}
         self.response = structs.replace(self.response, **found)
         self._out.on_accepted(accepted.request_id)
@@ -178,10 +176,10 @@ class ResponseFrames:
     def opening(self) -> bytes:
         return self._out.opening(self.response)
 
-    def output(self, event: Tokens) -> bytes:
+    def output(self, number: int, event: Tokens) -> bytes:
         return self._events(self._blocks.add(event))
 
-    async def ending(self, event: Finished) -> bytes:
+    async def ending(self, number: int, event: Finished) -> bytes:
         last = self._events(self._blocks.end(event.choices[0]))
         cut = event.choices[0].finish_reason is FinishReason.LENGTH
         self.response = structs.replace(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -32,8 +33,8 @@ from services.gateway.events import Accepted, Event, Received
 from services.gateway.faces.openai.exchange import primary_failure
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, failed_response
 from services.gateway.faces.responses.types import ModelResponse
-from services.gateway.faces.transport.answer_stream import GenerationStreams, collect
-from services.gateway.faces.transport.event_numbers import EventNumbers
+from services.gateway.faces.transport.event_ids import EventNumbers
+from services.gateway.faces.transport.event_stream import GenerationStreams, collect
 from services.gateway.incidents import incident_of
 from services.gateway.responses.store import BegunResponse, ResponseAnswer, ResponseStore
 from services.gateway.service_types import subtract
@@ -52,6 +53,19 @@ _RETRY_S: Final = 1.0
 _MAX_RETRY_S: Final = 30.0
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(ModelResponse).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParts:
+    """What keeps responses: their store, and the process's tasks, which include those in the background.
+
+    ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
+    """
+
+    store: ResponseStore
+    supervisor: Supervisor
+    new_incident: Callable[[], str]
+    remembered_s: float
 
 
 def answer_of(response: ModelResponse) -> ResponseAnswer:
@@ -87,24 +101,14 @@ class BackgroundRun:
 class BackgroundResponses:
     """The responses that this gateway drives, as tasks of the process."""
 
-    def __init__(
-        self,
-        service: GenerationStreams,
-        store: ResponseStore,
-        clock: Clock,
-        supervisor: Supervisor,
-        *,
-        new_incident: Callable[[], str],
-        remembered_s: float,
-    ) -> None:
-        """``remembered_s``: how long a key is remembered after its last write, at least."""
-        self._new_incident = new_incident
+    def __init__(self, service: GenerationStreams, parts: ResponseParts, clock: Clock) -> None:
+        self._new_incident = parts.new_incident
         # Half of it: clocks differ.
-        self._takeover_s = remembered_s / 2
+        self._takeover_s = parts.remembered_s / 2
         self._service = service
-        self._store = store
+        self._store = parts.store
         self._clock = clock
-        self._supervisor = supervisor
+        self._supervisor = parts.supervisor
         self._runs: dict[tuple[str, str], BackgroundRun] = {}
         self._per_tenant: Counter[str] = Counter()
 

@@ -5,9 +5,8 @@ responses: retrieving them, whole or as a stream, cancelling and deleting them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Protocol
 
@@ -20,9 +19,8 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, IdempotencyConflict, InvalidInput, NotFound
 from services.core.generation import Principal
 from services.gateway.catalog import Route
+from services.gateway.events import Event
 from services.gateway.faces.openai.errors import PARAMS, error_body
-from services.gateway.faces.openai.event_ids import HEADER
-from services.gateway.faces.openai.event_stream import REPLAYED
 from services.gateway.faces.openai.exchange import (
     JSON,
     STREAM_HEADERS,
@@ -42,6 +40,7 @@ from services.gateway.faces.responses.answers import ResponseEvents, ResponseFra
 from services.gateway.faces.responses.background import (
     BackgroundResponses,
     BackgroundRun,
+    ResponseParts,
     answer_of,
     begun_response,
     generation_of,
@@ -64,12 +63,17 @@ from services.gateway.faces.responses.types import (
     PromptFields,
     ResponsesBody,
 )
-from services.gateway.faces.transport.answer_stream import GenerationStreams, add_headers, collect, relay
-from services.gateway.faces.transport.event_numbers import EventNumbers, keyed_numbers
+from services.gateway.faces.transport.event_ids import HEADER, EventNumbers, keyed_numbers
+from services.gateway.faces.transport.event_stream import (
+    REPLAYED,
+    EventStream,
+    GenerationStreams,
+    answer_headers,
+    collect,
+)
 from services.gateway.faces.transport.queries import OrderedQuery, page_of, query_number, read_query
 from services.gateway.responses.store import BegunResponse, ResponseStore, StoredResponse, begin_chunk
 from services.ports.clock import Clock
-from services.runtime.supervisor import Supervisor
 
 # Fields of chat completions and of fairway.v1 with another name in this dialect; the first that fits.
 NAMES: Final = (
@@ -311,7 +315,7 @@ class Retrievals:
             async with TaskGroup() as group:
                 watcher = group.create_task(self._watch(run or BackgroundRun(), tenant_id, response_id))
                 try:
-                    await relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+                    await _relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
                 finally:
                     watcher.cancel()
         except BaseExceptionGroup as failures:
@@ -332,6 +336,21 @@ class Retrievals:
             if stored is None or current(stored).status == "cancelled":
                 raise _Stopped(stored)
             return
+
+
+async def _relay(
+    source: AsyncGenerator[Event, None],
+    frames: ResponseFrames,
+    reply: Reply,
+    status_due: Callable[[], bool],
+) -> None:
+    """Stream a response. An error ends it with an event that has the response as it is then."""
+    try:
+        await EventStream(frames, reply, status_due).run([source])
+    except FairwayError as error:
+        if not reply.started or reply.complete:
+            raise
+        await reply.write(frames.failed(error), last=True)
 
 
 async def _end(
@@ -378,19 +397,6 @@ class ResponsesCalls(GenerationStreams, ModelNames, Protocol):
         """Return the route and the number of tokens of the prompt for its model."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseParts:
-    """What keeps responses: their store, and the process's tasks, which include those in the background.
-
-    ``remembered_s``: how long an idempotency key is remembered after its last write, at least.
-    """
-
-    store: ResponseStore
-    supervisor: Supervisor
-    new_incident: Callable[[], str]
-    remembered_s: float
-
-
 class ResponsesFace:
     """The handlers of the routes."""
 
@@ -411,14 +417,7 @@ class ResponsesFace:
         self._limits = limits
         self._bodies = bodies
         self._conversations = Conversations(service, parts.store, limits.max_body_bytes)
-        self._background = BackgroundResponses(
-            service,
-            parts.store,
-            clock,
-            parts.supervisor,
-            new_incident=parts.new_incident,
-            remembered_s=parts.remembered_s,
-        )
+        self._background = BackgroundResponses(service, parts, clock)
         self._retrievals = Retrievals(
             service, parts.store, self._conversations, self._background, clock, limits
         )
@@ -482,17 +481,18 @@ class ResponsesFace:
         source = self._service.stream(
             exchange.caller,
             request.generation,
-            received=structs.replace(exchange.received, delivered=numbers.delivered),
+            received=structs.replace(exchange.received, delivered=numbers.delivered()),
             timeout_s=timeout_s,
             withdraws=exchange.withdrawn,
         )
         if body.stream:
             due_s = exchange.received.monotonic_s + self._limits.status_wait_s
-            work = relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
+            work = _relay(source, frames, exchange.reply, lambda: self._clock.monotonic_s() >= due_s)
             await unless_disconnected(exchange.receive, exchange.reply, work)
             return
         accepted = await unless_disconnected(exchange.receive, exchange.reply, collect(source, frames))
-        add_headers(exchange.reply, accepted)
+        for header in answer_headers(accepted):
+            exchange.reply.add_header(*header)
         await exchange.reply.json(200, _encode(frames.response))
 
     async def count(self, exchange: Exchange) -> None:

@@ -39,7 +39,7 @@ from services.gateway.faces.openai.exchange import (
     WriteLimit,
 )
 from services.gateway.faces.openai.types import check_json_cost
-from services.gateway.faces.sockets.protocol import EXTENSION, SocketConnection
+from services.gateway.faces.sockets.protocol import EXTENSION, SocketProtocol
 from services.runtime.process.tenant_turns import run_as
 
 MAX_HEADER_BYTES: Final = 32 * 1024
@@ -299,7 +299,7 @@ class SocketFace:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        connection: SocketConnection = scope["extensions"][EXTENSION]
+        connection: SocketProtocol = scope["extensions"][EXTENSION]
         try:
             if connection.draining:
                 raise Draining("this gateway is shutting down; connect again", retry_after_s=_RETRY_S)
@@ -355,7 +355,7 @@ class _Socket:
         self._opening = opening
         self._receive = receive
         self._send = send
-        self._connection: SocketConnection = scope["extensions"][EXTENSION]
+        self._connection: SocketProtocol = scope["extensions"][EXTENSION]
         self._running: dict[str, SocketExchange] = {}
         self._limit: asyncio.Timeout | None = None  # limit of the wait for a message
         self._open = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -34,42 +34,14 @@ SLICES_PER_TURN: Final = 4  # slices of all sockets in one turn; each socket has
 _TOO_MUCH: Final = 1008
 _TRY_AGAIN: Final = 1013
 _BAD_REQUEST: Final = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-
-
-class SocketConnection(Protocol):
-    """What the server offers to the application of a WebSocket, as ``scope["extensions"][EXTENSION]``."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether the server stops."""
-
-    def cut(self) -> None:
-        """Abort the connection."""
-
-    def authenticated(self) -> None:
-        """The client has a valid credential."""
-
-    def set_busy(self, busy: bool) -> None:
-        """Whether the client waits for this process. An idle connection may be closed for a new one."""
-
-    def account(self, hold: Callable[[int], None]) -> None:
-        """Call ``hold`` with the bytes of the message that is being received; its error closes the socket."""
-
-    def on_drain(self, act: Callable[[], None]) -> None:
-        """Call ``act`` once the server begins to stop."""
-
-    async def turn(self) -> None:
-        """Return once a request may start."""
-
-    def accepted_bytes(self) -> int:
-        """Return how many bytes the client has accepted."""
-
-
-EXTENSION: Final = "fairway.socket"
+EXTENSION: Final = "fairway.socket"  # names the connection in the extensions of its scope
 
 
 class SocketProtocol(WebSocketsSansIOProtocol):
-    """Offers ``SocketConnection``. Reads as much as the application takes, and at most a slice at a time."""
+    """Reads as much as the application takes, and at most a slice at a time.
+
+    The application finds it as ``scope["extensions"][EXTENSION]``. It may be ``draining``: the server stops.
+    """
 
     def __init__(
         self, table: ConnectionTable, starts: LoopTurns, slices: LoopTurns, *, draining: bool, **kwargs: Any
@@ -100,19 +72,24 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self.transport.abort()
 
     def authenticated(self) -> None:
+        """The client has a valid credential."""
         self._known = True
         self.set_busy(False)
 
     def set_busy(self, busy: bool) -> None:
+        """Whether the client waits for this process. An idle connection may be closed for a new one."""
         self._table.update(self.transport, busy=busy, authenticated=self._known)
 
     def account(self, hold: Callable[[int], None]) -> None:
+        """Call ``hold`` with the bytes of the message that is being received; its error closes the socket."""
         self._hold = hold
 
     def on_drain(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once the server begins to stop."""
         self._on_drain = act
 
     async def turn(self) -> None:
+        """Return once a request may start."""
         await self._starts.turn(source_of(self.client))
 
     def accepted_bytes(self) -> int:

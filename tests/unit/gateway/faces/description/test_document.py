@@ -14,7 +14,7 @@ from services.gateway.faces.openai.exchange import REQUEST_HEADERS, Access, Body
 from services.gateway.faces.openai.requests import chat_request, completion_request
 from services.gateway.faces.openai.routes import endpoints_of
 from services.gateway.faces.openai.types import HINTS
-from services.gateway.faces.responses.routes import ResponseParts
+from services.gateway.faces.responses.background import ResponseParts
 
 NOTHING = cast(Any, None)
 RESPONSES = ResponseParts(NOTHING, NOTHING, NOTHING, 0.0)

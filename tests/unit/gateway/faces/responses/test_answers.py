@@ -17,7 +17,7 @@ from services.gateway.events import Accepted, ChoiceResult, Finished, Tokens
 from services.gateway.faces.responses.answers import ResponseEvents, ResponseFrames, replayed
 from services.gateway.faces.responses.requests import responses_body, responses_request
 from services.gateway.faces.responses.types import ModelResponse
-from services.gateway.faces.transport.event_numbers import EventNumbers
+from services.gateway.faces.transport.event_ids import EventNumbers
 
 # Reasoning, text, two calls, text: every kind of item and every change between them.
 OUTPUT: Sequence[OutputPart] = (
@@ -90,11 +90,11 @@ async def streamed(
         events=ResponseEvents(EventNumbers(after=after, with_ids=True)),
         now_s=lambda: 7.0,
     )
-    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    frames.on_accepted(0, Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     data = [frames.opening()]
-    data += [frames.output(Tokens(0, 0, (), "", (), parts)) for parts in events[:-1]]
+    data += [frames.output(0, Tokens(0, 0, (), "", (), parts)) for parts in events[:-1]]
     last = (ChoiceResult(0, end, "", 9, tuple(events[-1])),)
-    data.append(await frames.ending(Finished(last, Usage(3, 9), StageClock(0))))
+    data.append(await frames.ending(0, Finished(last, Usage(3, 9), StageClock(0))))
     assert kept == [frames.response]
     return b"".join(data), frames.response
 
@@ -232,9 +232,9 @@ def unstored() -> ResponseFrames:
 
 async def test_a_response_that_could_not_be_stored_states_it() -> None:
     frames = unstored()
-    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    frames.on_accepted(0, Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     result = (ChoiceResult(0, FinishReason.LENGTH, "", 9),)
-    end = await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
+    end = await frames.ending(0, Finished(result, Usage(3, 9), StageClock(0)))
     response = json.loads(end.decode().split("data: ")[-1])["response"]
     assert response["store"] is False
     assert (response["status"], response["incomplete_details"]) == (
@@ -246,9 +246,9 @@ async def test_a_response_that_could_not_be_stored_states_it() -> None:
 @pytest.mark.parametrize("count", [None, 0, 4])
 async def test_the_tokens_of_reasoning_are_stated_where_they_are_counted(count: int | None) -> None:
     frames = unstored()
-    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    frames.on_accepted(0, Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     result = (ChoiceResult(0, FinishReason.STOP, "", 9, reasoning_tokens=count),)
-    await frames.ending(Finished(result, Usage(3, 9), StageClock(0)))
+    await frames.ending(0, Finished(result, Usage(3, 9), StageClock(0)))
     usage = json.loads(msgspec.json.encode(frames.response))["usage"]
     assert usage["output_tokens_details"] == ({} if count is None else {"reasoning_tokens": count})
     assert msgspec.json.decode(msgspec.json.encode(frames.response), type=ModelResponse) == frames.response
@@ -256,7 +256,7 @@ async def test_the_tokens_of_reasoning_are_stated_where_they_are_counted(count: 
 
 def test_a_failure_ends_a_stream_by_name() -> None:
     frames = unstored()
-    frames.on_accepted(Accepted("req_1", "m", "sha256:1", 1, 1, 3))
+    frames.on_accepted(0, Accepted("req_1", "m", "sha256:1", 1, 1, 3))
     frames.opening()
     event = json.loads(frames.failed(NoWorkerAvailable("no worker", retry_after_s=1.0)).split(b"data: ")[1])
     assert event["type"] == "response.failed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -16,9 +17,8 @@ from services.core.generation import FinishReason, Principal, StageClock, Usage
 from services.core.records import KeyRole
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Tokens
 from services.gateway.faces.responses import background
-from services.gateway.faces.responses.background import BackgroundResponses, response_of
+from services.gateway.faces.responses.background import BackgroundResponses, ResponseParts, response_of
 from services.gateway.faces.responses.requests import responses_body, responses_request
-from services.gateway.faces.responses.routes import ResponseParts
 from services.gateway.responses.store import BegunResponse
 from services.ports.idempotency import RecordLimits
 from services.runtime.clock import SystemClock
@@ -67,9 +67,7 @@ class Crashing:
 
 
 def driver(service: Any, parts: ResponseParts) -> BackgroundResponses:
-    return BackgroundResponses(
-        service, parts.store, CLOCK, parts.supervisor, new_incident=parts.new_incident, remembered_s=100.0
-    )
+    return BackgroundResponses(service, replace(parts, remembered_s=100.0), CLOCK)
 
 
 def begun(created_unix_s: float) -> BegunResponse:
