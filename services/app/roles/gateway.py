@@ -64,11 +64,10 @@ from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.responses.store import ResponseStore
-from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.prefills import PrefilledRows
-from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.service import GatewayService
@@ -351,7 +350,7 @@ def _open_placement(
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
-        listener=leases,
+        on_frame=leases.on_frame,
         explain=explanations.find,
     )
     environment.closing.push_async_callback(placement.close)

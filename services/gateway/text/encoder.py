@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
@@ -33,9 +33,12 @@ from services.gateway.outputs.forms import MarkToken, form_of, mark_tokens, reas
 from services.gateway.text.chat_template import ChatTemplate, ControlTokens
 from services.gateway.text.sandbox import MAX_TEMPLATE_BYTES
 from services.gateway.text.template_budget import TemplateRefused, TemplateTooCostly
-from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.ports.clock import Clock
 from services.ports.grammars import GrammarRefused, Grammars, TokenizerUnusable
+
+if TYPE_CHECKING:
+    from services.gateway.text.row_encoder import RowEncoder
 
 _MAX_JSON_BYTES: Final = 64 * 1024 * 1024
 _MAX_NUMBER: Final = 2**31 - 1
@@ -65,10 +68,6 @@ _NAMES: Final = ("default", TOOL_USE)
 _PROBE_TOOLS: Final = (
     Tool("probe", "A tool", '{"type": "object", "properties": {"x": {"type": "string"}}}'),
 )
-
-
-class RowTextEncoder(Protocol):
-    def encode_rows(self, rows: RowTexts) -> EncodedRows: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ class TextEncoder:
         self.model = model
         self.templates = templates
         self.tokenizer = tokenizer
-        self.rows: RowTextEncoder | None = None  # encoder of a decoder that embeds
+        self.rows: RowEncoder | None = None  # encoder of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown

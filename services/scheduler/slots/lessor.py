@@ -13,9 +13,8 @@ from typing import Final
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.slots.claimants import TURN_S
 from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
-from services.scheduler.slots.pool import Shares, SlotPool
+from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
 
 # Between two plans of a version at least ``_GAP_S`` passes, and as much more for each ``_GAP_LEASES`` leases.
 _GAP_S: Final = 0.002

@@ -74,7 +74,7 @@ from services.gateway.faces.responses.routes import ResponseParts, ResponsesCall
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.middleware import SpelledPath, cross_origin, model_of
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
@@ -111,7 +111,7 @@ ObserveExchange = Callable[[str, int, float], None]
 
 def build_app(
     service: Generations,
-    rows: RowsCalls,
+    rows: RowsService,
     batches: BatchService,
     identity: Authenticator,
     clock: Clock,
@@ -164,7 +164,7 @@ def build_app(
 
 def endpoints_of(
     service: Generations,
-    rows: RowsCalls,
+    rows: RowsService,
     batches: BatchService,
     clock: Clock,
     limits: HttpLimits,

@@ -19,8 +19,7 @@ from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
-from services.gateway.rows.demands import SlotDemands
-from services.gateway.rows.leases import GatewayLeases, SlotsHere
+from services.gateway.rows.leases import GatewayLeases, SlotDemands, SlotsHere
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.step_time import StepTimes
