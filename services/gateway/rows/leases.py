@@ -18,7 +18,7 @@ from services.core.fleet import PlacementFrame, PoolMember
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
 from services.ports.clock import Clock
-from services.ports.slots import SlotClient
+from services.ports.rows import SlotClient
 
 RISE_S: Final = 0.002  # between two messages about a demand that rises
 _GAP_S: Final = 0.02  # between two other messages about one demand

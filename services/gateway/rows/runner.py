@@ -44,7 +44,7 @@ from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.leases import RISE_S, GatewayLeases, SlotDemands, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue, order_of
 from services.ports.clock import Clock
-from services.ports.slots import SlotClient
+from services.ports.rows import SlotClient
 from services.ports.worker import RowClient, RunningRow
 from services.runtime.supervisor import Supervisor
 

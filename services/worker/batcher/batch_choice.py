@@ -17,7 +17,6 @@ from services.core.fixed_cost.turns import TenantTurns
 from services.worker.batcher.policy.arrival_profile import ArrivalProfile
 from services.worker.batcher.policy.batch_key import BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import BatchLimits, Device, Flush, FlushCause, Linger
 from services.worker.batcher.policy.length_buckets import (
     LengthHistogram,
     choose_widths,
@@ -26,6 +25,7 @@ from services.worker.batcher.policy.length_buckets import (
 )
 from services.worker.batcher.policy.linger import BatchObjective, Expected, window_of
 from services.worker.batcher.policy.preemption import LongBatch
+from services.worker.batcher.policy.start import BatchLimits, Device, Linger, Start, StartCause
 from services.worker.batcher.policy.waiting import (
     Tags,
     TooLate,
@@ -107,7 +107,7 @@ class ChosenBatch:
     rows: list[LiveRow]
     # Tokens to which they are padded, or that stand for them where they are packed.
     width: int
-    cause: FlushCause
+    cause: StartCause
     # How the start was derived; None: between the layers of another batch.
     window: BatchWindow | None = None
     # Rows that the batch might have had; 0: as many as the limits allow.
@@ -269,7 +269,7 @@ class BatchChoice:
             rest, _ = fitting(found, self._limits, others=others, other_tokens=others * running.width)
             if count := long_batch.rows_between(self._curve, width=group.width, rows=rest):
                 rows = self._started(found[:count], group.width, now_s)
-                return ChosenBatch(rows, group.width, FlushCause.BETWEEN)
+                return ChosenBatch(rows, group.width, StartCause.BETWEEN)
         running.look_s = now_s + whole_s / _LOOKS
         return None
 
@@ -294,7 +294,7 @@ class BatchChoice:
             yield Decided(key, group, found, expected)
 
     def _chosen(
-        self, decided: Decided, found: Flush, device: Device, tags: Tags | None, now_s: float
+        self, decided: Decided, found: Start, device: Device, tags: Tags | None, now_s: float
     ) -> ChosenBatch:
         group = decided.group
         chosen = self._waiting.select(decided.key, None if group.mixed else group.width, found.rows, tags)

@@ -23,14 +23,14 @@ from services.ports.clock import Clock
 from services.worker.batcher.batch_choice import BatchChoice
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import (
+from services.worker.batcher.policy.isolation import RunFailure, RunPlace
+from services.worker.batcher.policy.length_buckets import mixed_width
+from services.worker.batcher.policy.start import (
     MOST_BATCH_BYTES,
     MOST_PADDED_TOKENS,
     BatchLimits,
     Linger,
 )
-from services.worker.batcher.policy.isolation import RunFailure, RunPlace
-from services.worker.batcher.policy.length_buckets import mixed_width
 from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.batcher.search import RowSearch, RowSearches

@@ -14,7 +14,7 @@ from typing import Final
 
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import BatchLimits, FlushCause, WaitingGroup
+from services.worker.batcher.policy.start import BatchLimits, StartCause, WaitingGroup
 
 MOST_WAITING: Final = 4096  # rows
 
@@ -219,7 +219,7 @@ def mean_width(rows: Sequence[WaitingRow]) -> float:
 
 def fitting(
     rows: Sequence[WaitingRow], limits: BatchLimits, *, others: int = 0, other_tokens: int = 0
-) -> tuple[int, FlushCause | None]:
+) -> tuple[int, StartCause | None]:
     """Return how many of the first rows fit a batch by what each of them has, and which budget leaves the
     next one out; None: all fit.
 

@@ -11,7 +11,7 @@ from services.core.fixed_cost.tensors import Operation
 from services.core.fixed_cost.turns import SHARED_S, TenantTurns
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import BatchLimits, Device, FlushCause
+from services.worker.batcher.policy.start import BatchLimits, Device, StartCause
 from services.worker.batcher.policy.waiting import WaitingRow, WaitingRows
 
 KEY = BatchKey.of("d", Operation.INFER, "float32", (), {})
@@ -118,21 +118,21 @@ def test_a_turn_bounds_the_rows_of_a_batch(turn_s: float, most: int) -> None:
     """A batch costs 0.2 s, and 0.064 s a row: one of 24 costs a tenth more than one of 100."""
     curve = CostCurve(CostPrior(batch_s=0.2, row_s=0.0, token_s=0.001))
     device = Device(curve, LIMITS, turn_s=turn_s)
-    assert device.rows_at(64) == (most, FlushCause.TURN)
+    assert device.rows_at(64) == (most, StartCause.TURN)
 
 
 def test_a_turn_has_no_more_rows_than_save_time() -> None:
     """A row of 256 tokens costs next to nothing less in a batch of several."""
     curve = CostCurve(CostPrior(batch_s=0.001, row_s=0.0, token_s=4e-5))
     device = Device(curve, LIMITS, turn_s=0.025)
-    assert device.rows_at(256) == (1, FlushCause.TURN)
+    assert device.rows_at(256) == (1, StartCause.TURN)
     short, _ = device.rows_at(16)
     assert 0.9 < (curve.mean_s(16, 37) / 37) / (curve.mean_s(16, short) / short) <= 1.0
     assert curve.mean_s(16, short) < 0.016, "shorter than the turn"
 
 
 def test_a_batch_of_one_tenant_and_one_within_the_turn_have_the_limits_of_the_device() -> None:
-    assert Device(CURVE, LIMITS).rows_at(64) == (100, FlushCause.FULL)
+    assert Device(CURVE, LIMITS).rows_at(64) == (100, StartCause.FULL)
     fixed = CostCurve(CostPrior(batch_s=0.1, row_s=0.0, token_s=1e-9))
     device = Device(fixed, BatchLimits(rows=5), turn_s=0.2)
-    assert device.rows_at(1) == (5, FlushCause.FULL)
+    assert device.rows_at(1) == (5, StartCause.FULL)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.core.fixed_cost.tensors import Operation
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import BatchLimits, WaitingGroup
+from services.worker.batcher.policy.start import BatchLimits, WaitingGroup
 from services.worker.batcher.policy.waiting import (
     Admission,
     RowAccepted,
