@@ -64,7 +64,6 @@ from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.responses.store import ResponseStore
-from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
@@ -277,8 +276,7 @@ def _gateway_services(
     )
     prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
-    runs = RowsRuns(service, identity, parts)
-    return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)
+    return service, RowsService(service, identity, parts)
 
 
 def _keyed_ports(

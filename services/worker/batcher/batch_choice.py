@@ -24,8 +24,7 @@ from services.worker.batcher.policy.length_buckets import (
     width_of,
 )
 from services.worker.batcher.policy.linger import BatchObjective, Expected, window_of
-from services.worker.batcher.policy.preemption import LongBatch
-from services.worker.batcher.policy.start import BatchLimits, Device, Linger, Start, StartCause
+from services.worker.batcher.policy.start import BatchLimits, Device, Linger, LongBatch, Start, StartCause
 from services.worker.batcher.policy.waiting import (
     Tags,
     TooLate,

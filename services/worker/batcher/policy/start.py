@@ -1,4 +1,7 @@
-"""When an idle device starts a batch, and why; every batch records its cause. Pure."""
+"""When an idle device starts a batch, and why; and which rows run between the layers of a long one. Pure.
+
+Every batch records its cause.
+"""
 
 from __future__ import annotations
 
@@ -188,3 +191,38 @@ def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float
     if wait_s <= 0.0:
         return Start(rows, StartCause.IDLE, bound)
     return Linger(now_s + min(wait_s, bound.linger_s), bound)
+
+
+@dataclass(frozen=True, slots=True)
+class LongBatch:
+    """A batch that runs, between whose layers rows of other tenants may run.
+
+    Such a row waits for one layer in place of the batch's end, and delays the batch by what it takes itself.
+    ``whole_s`` is its predicted time without others, ``left_s`` what is left of it.
+
+    ``lent_s``: what batches between its layers were predicted to take so far.
+    """
+
+    rows: int
+    whole_s: float
+    left_s: float
+    lent_s: float
+
+    @property
+    def most_s(self) -> float:
+        """What a batch between its layers may take; 0: there is no time for one.
+
+        All of them take no longer than the batch itself, whose tenant keeps half of the device. One that
+        takes longer than what is left would be answered earlier after the end.
+        """
+        return max(0.0, min(self.left_s, self.whole_s - self.lent_s))
+
+    def rows_between(self, curve: CostCurve, *, width: int, rows: int) -> int:
+        """Return how many of so many rows to run between its layers; 0: none, that does not pay.
+
+        It pays where it lowers the sum of the latencies of these rows and those of the batch.
+        """
+        count = bisect_right(range(1, rows + 1), self.most_s, key=lambda size: curve.mean_s(width, size))
+        if not count or self.rows * curve.mean_s(width, count) >= count * self.left_s:
+            return 0
+        return count
