@@ -26,7 +26,7 @@ from services.worker.batcher.policy.start import (
     Start,
     StartCause,
 )
-from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, WaitingRows
+from services.worker.batcher.policy.waiting import WaitingRow, WaitingRows
 from services.worker.batcher.policy.window import Window
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
@@ -136,7 +136,7 @@ class BatcherWorld:
         self._shares[width] += 1
         self._profile.arrived(now_s)
         added = self._waiting.add(row, self._curve, spec.limits, now_s=now_s)
-        assert isinstance(added, RowAccepted)
+        assert added is None
         self._decide()
 
     def _decide(self) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Final
 
-from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
+from services.core.errors import FairwayError, InvalidInput
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.fixed_cost.tensors import TILES, tiles_of
 from services.core.fixed_cost.turns import TenantTurns
@@ -27,8 +27,6 @@ from services.worker.batcher.policy.linger import BatchObjective, Expected, wind
 from services.worker.batcher.policy.start import BatchLimits, Device, Linger, LongBatch, Start, StartCause
 from services.worker.batcher.policy.waiting import (
     Tags,
-    TooLate,
-    TooManyRows,
     WaitingRow,
     WaitingRows,
     fitting,
@@ -176,7 +174,7 @@ class BatchChoice:
             sum(len(tensor.data) for tensor in spec.inputs),
             spec.tenant_weight,
         )
-        added = self._waiting.add(
+        error = self._waiting.add(
             waiting,
             self._curve,
             self._limits,
@@ -184,13 +182,8 @@ class BatchChoice:
             busy_until_s=0.0 if running is None else running.began_s + self._mean_s(running),
             transport_s=spec.transport_s / 2,  # the way back
         )
-        match added:
-            case TooManyRows(most_rows):
-                return QueueFull(f"{most_rows} rows wait on this worker")
-            case TooLate(predicted_s, left_s):
-                return DeadlineUnmeetable(
-                    f"the row would be answered in {predicted_s:.3f} s; the deadline is in {left_s:.3f} s"
-                )
+        if error is not None:
+            return error
         self._rows[row.number] = row
         return None
 
