@@ -342,8 +342,6 @@ class Batcher:
             if (problem := event.problems.get(place)) is not None:
                 self._end(row, RowEnd(error=InvalidInput(problem), wait_s=wait_s), InvalidInput.reason)
                 continue
-            if self._context.telemetry is not None:
-                self._context.telemetry.answered(wait_s=wait_s, run_s=elapsed_s)
             outputs = tuple(event.outputs[place])
             first = row.spec.request_id not in explained
             explained.add(row.spec.request_id)
@@ -381,6 +379,8 @@ class Batcher:
                 width=run.width if self._model.has_tokens and not self._model.packs else 0,
                 most_rows=run.most_rows or self.limits.rows_at(run.width)[0],
                 cause=run.cause,
+                waited_s=sum(max(0.0, run.began_s - row.accepted_s) for row in ran),
+                run_s=elapsed_s,
             )
 
     # --- failures -------------------------------------------------------------------------------
