@@ -39,8 +39,8 @@ CAPS = {
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 3,  # 2
-    "fair_orders": 7,  # 4
-    "lonely_protocols": 5,  # 0
+    "fair_orders": 5,  # 4
+    "lonely_protocols": 1,  # 0
     "fragments_percent": 2.5,  # 8
 }
 
