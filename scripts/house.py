@@ -39,8 +39,7 @@ REQUEST_RUNS: Final = (
 FAIR_ORDERS: Final = (
     "services/scheduler/policy/queue/fair_order.py:FairOrder",  # sequences, by tokens served
     "services/scheduler/policy/slots.py:divide",  # slots of rows
-    "services/worker/batcher/policy/turns.py:TenantTurns",  # rows of one batch
-    "services/gateway/rows/row_queue.py:by_service",  # rows without a leading scheduler
+    "services/core/fixed_cost/turns.py:TenantTurns",  # rows of one batch, and without a leading scheduler
     "services/runtime/process/tenant_turns.py:TenantRoundRobin",  # texts, and work in the event loop
     "services/gateway/policy/batch_turns.py:next_batches",  # batches
 )

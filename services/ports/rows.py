@@ -1,10 +1,20 @@
-"""Port through which a gateway's interfaces run rows of fixed-cost models, wherever the workers are."""
+"""Ports of rows: a gateway runs them, wherever the workers are, on slots of the leading scheduler."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
+from services.core.fixed_cost.slots import SlotDemand, SlotReturn
+
+
+class SlotClient(Protocol):
+    def demand(self, wanted: SlotDemand) -> None:
+        """Replace the demand of its version and tenant. Sent at once, and again to every new leader until it
+        is replaced by one without rows."""
+
+    def slots_returned(self, found: SlotReturn) -> None:
+        """Report that no more rows are in flight under a lease than it has slots."""
 
 
 class RowRunner(Protocol):

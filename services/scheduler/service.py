@@ -25,8 +25,7 @@ from services.ports.streams import ReportAnswer
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.secrets import check_ticket
 from services.runtime.supervisor import first_of
-from services.scheduler.explain.decision_log import DecisionLog
-from services.scheduler.explain.row_questions import RowQuestions
+from services.scheduler.explain.decision_log import DecisionLog, RowQuestions
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import NO_SUMS, WorkerState
 from services.scheduler.health.worker_health import WorkerStanding

@@ -18,7 +18,7 @@ from services.scheduler.overload.pool_load import Overload
 from services.scheduler.queue.flow_queue import FlowQueue
 from services.scheduler.queue.report import counter_gaps
 from services.scheduler.queue.waiting import GRANTED, WITHDRAWN
-from services.scheduler.slots.lessor import SlotLessor
+from services.scheduler.slots.pools import SlotPools
 from services.scheduler.term_streams import TermStreams
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ class LedTerm(Protocol):
     health: FleetHealth
     overload: Overload
     streams: TermStreams
-    slots: SlotLessor
+    slots: SlotPools
 
 
 class SchedulerTelemetry:

@@ -33,7 +33,7 @@ from services.scheduler.queue.index import QueueLimits
 from services.scheduler.queue.rules import PRODUCTION, QueueDiscipline
 from services.scheduler.queue.waiting import CompositeObserver
 from services.scheduler.slots.leases import LeaseTerms
-from services.scheduler.slots.lessor import SlotLessor
+from services.scheduler.slots.pools import SlotPools
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term_streams import (
     CancelPlacements,
@@ -307,7 +307,7 @@ class Term:
             gate=self.overload,
             decisions=decisions,
         )
-        self.slots = SlotLessor(self.fleet, self.queue.ledger.shares, settings.leases)
+        self.slots = SlotPools(self.fleet, self.queue.ledger.shares, settings.leases)
         self._health_review = HealthReview(
             self.fleet, self.queue, self.health, self.overload, serving, telemetry=telemetry
         )

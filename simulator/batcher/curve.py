@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.start import BatchLimits
 from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
 from simulator.batcher.world import BatcherSpec, BatcherWorld, ClosedLoop

@@ -19,14 +19,14 @@ from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.policy.arrival_profile import ArrivalProfile
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import (
+from services.worker.batcher.policy.linger import BatchObjective, Expected
+from services.worker.batcher.policy.start import (
     BatchLimits,
     Device,
-    Flush,
-    FlushCause,
+    Start,
+    StartCause,
 )
-from services.worker.batcher.policy.linger import BatchObjective, Expected
-from services.worker.batcher.policy.waiting import RowAccepted, WaitingRow, WaitingRows
+from services.worker.batcher.policy.waiting import WaitingRow, WaitingRows
 from services.worker.batcher.policy.window import Window
 from simulator.batcher.costs import BatchCosts
 from simulator.kernel.loop import Limits, VirtualTimeLoop
@@ -74,7 +74,7 @@ class BatcherOutcome:
     answered: int = 0
     seconds: float = 0.0
     batches: int = 0
-    causes: Counter[FlushCause] = field(default_factory=Counter)
+    causes: Counter[StartCause] = field(default_factory=Counter)
 
     @property
     def per_s(self) -> float:
@@ -136,7 +136,7 @@ class BatcherWorld:
         self._shares[width] += 1
         self._profile.arrived(now_s)
         added = self._waiting.add(row, self._curve, spec.limits, now_s=now_s)
-        assert isinstance(added, RowAccepted)
+        assert added is None
         self._decide()
 
     def _decide(self) -> None:
@@ -148,7 +148,7 @@ class BatcherWorld:
         until_s = float("inf")
         for key, group in self._waiting.groups():
             found = self._spec.window.decide(group, device, self._expected(group.width), now_s)
-            if isinstance(found, Flush):
+            if isinstance(found, Start):
                 rows = self._waiting.select(key, group.width, found.rows)
                 self._start(rows, group.width, found.cause)
                 return
@@ -164,7 +164,7 @@ class BatcherWorld:
         returning = tuple((wait_s, back * share) for wait_s, back in self._profile.returning(now_s))
         return Expected(self._profile.rate_per_s(now_s) * share, returning)
 
-    def _start(self, rows: Sequence[WaitingRow], width: int, cause: FlushCause) -> None:
+    def _start(self, rows: Sequence[WaitingRow], width: int, cause: StartCause) -> None:
         now_s = self._loop.now_s
         self._waiting.remove(row.number for row in rows)
         took_s = self._spec.costs.draw_s(width, len(rows), self._rng)

@@ -23,9 +23,8 @@ from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec, RowsRequest
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.records import Priority
-from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
-from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker.servicer import WorkerServicer
@@ -59,7 +58,6 @@ class EchoRows:
         self.row_slots = row_slots
         self.batch_s = batch_s
         self.live: dict[int, LiveRow] = {}
-        self.leased: dict[str, int] = {}
         self.most = 0
         self.started = 0
         self._host = host
@@ -190,7 +188,7 @@ class RowGateway:
             clock,
             supervisor,
             Random(3),
-            listener=self.leases,
+            on_frame=self.leases.on_frame,
             explain=self.explanations.find,
         )
         self.workers = MuxedWorkers(streams, gateway_id, clock, supervisor)

@@ -11,9 +11,9 @@ import pytest
 
 from services.core.errors import PoisonedInput
 from services.core.fixed_cost.rows import RowEnd
+from services.core.fixed_cost.turns import TenantTurns
 from services.worker.batcher.driver import Batcher
 from services.worker.batcher.policy.isolation import RunFailure
-from services.worker.batcher.policy.turns import TenantTurns
 from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.streams.charges import DeviceTime
 from services.worker.streams.live_row import LiveRow

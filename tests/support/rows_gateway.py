@@ -47,7 +47,6 @@ from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
-from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.service_types import GatewayLimits, Ports
@@ -156,8 +155,7 @@ class RowsGateway:
             self.runner,
             prefills=self.runner,
         )
-        runs = RowsRuns(self.service, self.identity, work)
-        self.rows = RowsService(self.service, validator=validator, catalog=self.catalog, runs=runs)
+        self.rows = RowsService(self.service, self.identity, work)
         self._numbers = count()
 
     def _ports(self) -> Ports:

@@ -39,8 +39,8 @@ CAPS = {
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 3,  # 2
-    "fair_orders": 6,  # 4
-    "lonely_protocols": 3,  # 0
+    "fair_orders": 4,  # 4
+    "lonely_protocols": 0,  # 0
     "fragments_percent": 2.5,  # 8
 }
 

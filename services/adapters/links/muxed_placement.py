@@ -34,7 +34,6 @@ from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason,
 from services.core.shares import share_of
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
-from services.ports.slots import SlotListener
 from services.runtime.process.tenant_turns import TenantRoundRobin
 from services.runtime.supervisor import Supervisor
 
@@ -134,7 +133,7 @@ class _Pending:
 
 class MuxedPlacement:
     """Implements ``ports.placement.PlacementClient`` and ``ports.slots.SlotClient``. The first placement or
-    demand starts it. ``listener`` receives the slots that were leased."""
+    demand starts it."""
 
     def __init__(
         self,
@@ -145,12 +144,13 @@ class MuxedPlacement:
         settings: PlacementSettings | None = None,
         *,
         fallback: FallbackPlacer | None = None,
-        listener: SlotListener | None = None,
+        on_frame: Callable[[PlacementFrame | None], None] = lambda _frame: None,
         explain: Callable[[str], RowsExplanation | None] = lambda _request_id: None,
     ) -> None:
-        """``explain`` returns how this gateway ran a request of a fixed-cost model."""
+        """``on_frame`` receives what the leader sends; None: it answered. ``explain`` returns how this
+        gateway ran a request of a fixed-cost model."""
         self._links = links
-        self._listener = listener
+        self._on_frame = on_frame
         self._explain = explain
         self._slots = OutgoingSlots()
         self._fallback = fallback
@@ -324,12 +324,7 @@ class MuxedPlacement:
 
     def _on_leader_message(self, frame: PlacementFrame | None = None) -> None:
         """Record that the leader responded."""
-        if self._listener is not None:
-            self._listener.on_leader()
-            if frame is not None and frame.members is not None:
-                self._listener.on_members(frame.members)
-            if frame is not None and frame.leases:
-                self._listener.on_leases(frame.leases)
+        self._on_frame(frame)
         if self._fallback is None:
             return
         now_s = self._clock.monotonic_s()

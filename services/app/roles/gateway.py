@@ -63,11 +63,9 @@ from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.responses.store import ResponseStore
-from services.gateway.rows.explanations import RowExplanations
-from services.gateway.rows.keyed import RowsRuns
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.prefills import PrefilledRows
-from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.service import GatewayService
@@ -277,8 +275,7 @@ def _gateway_services(
     )
     prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
-    runs = RowsRuns(service, identity, parts)
-    return service, RowsService(service, validator=validator, catalog=catalog, runs=runs)
+    return service, RowsService(service, identity, parts)
 
 
 def _keyed_ports(
@@ -350,7 +347,7 @@ def _open_placement(
                 predicted_output_tokens=settings.predicted_output_tokens,
             ),
         ),
-        listener=leases,
+        on_frame=leases.on_frame,
         explain=explanations.find,
     )
     environment.closing.push_async_callback(placement.close)

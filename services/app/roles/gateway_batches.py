@@ -29,7 +29,7 @@ from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.gateway.faces.batches.lines import HttpLines
 from services.gateway.faces.openai.exchange import BodyReader
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.ports.blob_store import BlobStore
 from services.runtime.config import read_secrets
@@ -63,7 +63,7 @@ class GatewayBatches:
 def open_batches(
     environment: Environment,
     service: GatewayService,
-    rows: RowsCalls,
+    rows: RowsService,
     identity: KeyDirectory,
     gateway_id: str,
     gateways: RecordView[Gateway],

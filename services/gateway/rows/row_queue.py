@@ -1,7 +1,7 @@
 """Rows of one fixed-cost version that wait at a gateway for a slot. Pure, bounded by its owner.
 
 Within a tenant the higher class goes first, then the earlier deadline, then arrival. Leases belong to a
-tenant, so its order among others is the scheduler's; without a leader it is that of service here.
+tenant, so its order among others is the scheduler's; without a leader tenants take turns here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.fixed_cost.rows import RowsRequest
+from services.core.fixed_cost.turns import TenantTurns
 from services.gateway.policy.queue_wait import EndRate, RowsAhead
 
 MOST_LOOKED_AT: Final = 256  # rows ahead of one that arrives
@@ -44,7 +45,6 @@ def order_of(request: RowsRequest, number: int) -> Order:
 @dataclass(slots=True)
 class _Tenant:
     entries: list[tuple[Order, QueuedRow]] = field(default_factory=list)  # sorted
-    served: float = 0.0  # rows over weight, that were started while no leader answered
     rate: EndRate = field(default_factory=EndRate)  # of its rows, since some wait
 
 
@@ -53,6 +53,7 @@ class RowQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
+        self.turns = TenantTurns()  # turns of rows that start while no leader answers
 
     @property
     def tenants(self) -> Sequence[str]:
@@ -62,8 +63,7 @@ class RowQueue:
     def push(self, row: QueuedRow) -> None:
         tenant = self._tenants.get(row.request.tenant_id)
         if tenant is None:
-            floor = min((found.served for found in self._tenants.values()), default=0.0)
-            tenant = self._tenants[row.request.tenant_id] = _Tenant(served=floor)
+            tenant = self._tenants[row.request.tenant_id] = _Tenant()
         insort(tenant.entries, (row.order, row))
 
     def first(self, tenant: str) -> QueuedRow | None:
@@ -94,14 +94,9 @@ class RowQueue:
         left_s = [row.until_s - now_s for _, row in entries[:count:step] if not row.over]
         return RowsAhead(count, left_s, step)
 
-    def by_service(self) -> list[str]:
-        """Return the tenants, the one with the least service without a leader first."""
-        return sorted(self._tenants, key=lambda name: (self._tenants[name].served, name))
-
-    def charge(self, tenant: str, rows: float) -> None:
-        """Count rows, over the tenant's weight, that were started without a leader."""
-        if (found := self._tenants.get(tenant)) is not None:
-            found.served += rows
+    def by_turn(self) -> list[str]:
+        """Return the tenants in the order of their turns without a leader."""
+        return sorted(self._tenants, key=lambda name: (self.turns.begin_s(name), name))
 
     def rows(self) -> list[QueuedRow]:
         """Return the rows that wait."""

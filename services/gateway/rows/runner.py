@@ -1,8 +1,8 @@
 """Runs rows of fixed-cost models on leased slots, without a call to the scheduler for each.
 
 A request's rows wait in a local queue. Each starts as soon as a leased slot of its version and tenant is
-free, on the worker whose slots are used least. What waits or runs is the demand (``demands``); the leader
-answers it with leases (``leases``).
+free, on the worker whose slots are used least. What waits or runs is the demand; the leader answers it
+with leases (``leases``).
 
 A lost row runs once more, on another worker if one takes it soon: a forward pass has no effect but its
 outputs. One that was not admitted never ran, and waits again. While no leader answers, rows start on a part
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -33,6 +33,7 @@ from services.core.errors import (
     StreamBroken,
     retry_in,
 )
+from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
@@ -40,13 +41,10 @@ from services.core.records import Priority
 from services.core.shares import share_of
 from services.gateway.policy.queue_wait import NewRows, late_answer_s
 from services.gateway.policy.retry import EXCLUDED_S
-from services.gateway.rows.demands import RISE_S, SlotDemands
-from services.gateway.rows.explanations import RowExplanations
-from services.gateway.rows.leases import GatewayLeases, SlotsHere
+from services.gateway.rows.leases import RISE_S, GatewayLeases, SlotDemands, SlotsHere
 from services.gateway.rows.row_queue import QueuedRow, RowQueue, order_of
-from services.gateway.rows.transport import WorkerTransport
 from services.ports.clock import Clock
-from services.ports.slots import SlotClient
+from services.ports.rows import SlotClient
 from services.ports.worker import RowClient, RunningRow
 from services.runtime.supervisor import Supervisor
 
@@ -55,6 +53,61 @@ log = structlog.get_logger()
 _TURN_S: Final = 0.02
 _SHED_RETRY_S: Final = 2.0
 _EXPIRE_S: Final = 0.1  # between two looks for rows that have waited for too long
+_MOST_EXPLAINED: Final = 4096  # requests
+_TRANSPORT_LEVEL: Final = 0.99
+_WINDOW: Final = 512.0  # rows of a worker, after which they weigh half
+_REFRESH: Final = 32  # rows after which the level is computed again
+_MOST_WORKERS: Final = 4096  # the least recently used goes first
+
+
+class RowExplanations:
+    """How the newest requests ran, by id, for operators: each as it ran last."""
+
+    def __init__(self, max_requests: int = _MOST_EXPLAINED) -> None:
+        self._most = max_requests
+        self._found: OrderedDict[str, RowsExplanation] = OrderedDict()
+
+    def add(self, request_id: str, found: RowsExplanation) -> None:
+        self._found[request_id] = found
+        self._found.move_to_end(request_id)
+        if len(self._found) > self._most:
+            self._found.popitem(last=False)
+
+    def find(self, request_id: str) -> RowsExplanation | None:
+        return self._found.get(request_id)
+
+
+@dataclass(slots=True)
+class _Observed:
+    seconds: Sketch = field(default_factory=lambda: Sketch(error_ratio=0.05, floor=1e-6, max_buckets=64))
+    level_s: float = 0.0
+    unrefreshed: int = 0
+
+
+class WorkerTransport:
+    """The time of rows between this gateway and each worker, both ways, which batches leave to them."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Observed] = {}
+
+    def note(self, worker_id: str, seconds: float) -> None:
+        """Count a row that took ``seconds`` longer here than its stay on the worker."""
+        found = self._workers.pop(worker_id, None) or _Observed()
+        while len(self._workers) >= _MOST_WORKERS:
+            del self._workers[next(iter(self._workers))]
+        self._workers[worker_id] = found
+        found.seconds.add(max(1e-6, seconds))
+        found.unrefreshed += 1
+        if found.unrefreshed >= _REFRESH:
+            found.unrefreshed = 0
+            found.level_s = found.seconds.quantile(_TRANSPORT_LEVEL) or 0.0
+            if found.seconds.count > _WINDOW:
+                found.seconds.keep(0.5)
+
+    def level_s(self, worker_id: str) -> float:
+        """Return the seconds that 99 of 100 rows stay within; 0 while too few were seen."""
+        found = self._workers.get(worker_id)
+        return 0.0 if found is None else found.level_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,17 +348,17 @@ class LeasedRows:
             self._start(row, slots)
 
     def _start_alone(self, digest: str, queue: RowQueue) -> None:
-        """Start rows without a leader, the tenants with the least service first."""
+        """Start rows without a leader, in the turns of their tenants."""
         started = True
         while started:
             started = False
-            for tenant in queue.by_service():
+            for tenant in queue.by_turn():
                 row = queue.first(tenant)
                 slots = None if row is None else self._leases.choose_alone(digest, row.excluded)
                 if row is None or slots is None:
                     continue
                 queue.pop(tenant)
-                queue.charge(tenant, 1 / row.request.tenant_weight)
+                queue.turns.started({tenant: 1 / row.request.tenant_weight})
                 self._start(row, slots)
                 started = True
                 break

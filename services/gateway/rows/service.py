@@ -1,23 +1,48 @@
-"""The entry point of every interface of fixed-cost models: no interface can skip the quotas or the checks."""
+"""The entry point of every interface of fixed-cost models: no interface can skip the quotas or the checks.
+
+A request runs in the caller's task, or with an idempotency key once for all. Requests with a key share the
+records, bounds and clients of generations with a key. The answer is one entry at the end of the record. A run
+that was lost left nothing behind: the next one computes all rows, under the same request id, by which it is
+charged once. The run has the deadline of the client that started it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
-from services.core.errors import InvalidInput, UnsupportedFeature
+from services.core.errors import (
+    DeadlineExceeded,
+    DeadlineUnmeetable,
+    FairwayError,
+    InvalidInput,
+    UnsupportedFeature,
+)
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import Operation, Signature
-from services.core.generation import Principal
-from services.gateway.catalog import ModelCatalog, Route
-from services.gateway.events import Received
+from services.core.generation import Principal, TokenLogprobs
+from services.gateway.catalog import Route
+from services.gateway.events import Accepted, Finished, Received
+from services.gateway.idempotency.ownership import RecordOwnership
+from services.gateway.idempotency.record_reader import EarlierRun
+from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
+from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import RunTerms
-from services.gateway.requests.validate import Validator
-from services.gateway.rows.inputs import PreparedRows, id_rows
-from services.gateway.rows.keyed import RowsRuns
+from services.gateway.rows.inputs import (
+    PreparedRows,
+    check_outputs,
+    id_rows,
+    output_tensors,
+    picture_rows,
+    tensor_rows,
+    text_rows,
+)
 from services.gateway.rows.results import (
     Vector,
     check_dimensions,
@@ -28,13 +53,14 @@ from services.gateway.rows.results import (
     scores,
     vectors,
 )
-from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
-from services.gateway.rows.texts import picture_rows, text_rows
-from services.gateway.rows.work import RowsAnswer, RowsJob
-from services.gateway.service import GatewayService
+from services.gateway.rows.work import Rows, RowsAnswer, RowsJob, RowsParts, decode_answer
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
+from services.rpc import bounds
+from services.runtime.identity import KeyDirectory
 
+# How many runs of other clients with less time than this one a client follows before it receives their error.
+MAX_RUNS: Final = 4
 ALL: Final = tuple(Operation)
 
 
@@ -61,14 +87,11 @@ class Inferred(Struct, frozen=True):
 class RowsService:
     """Runs requests of fixed-cost models."""
 
-    def __init__(
-        self, service: GatewayService, *, validator: Validator, catalog: ModelCatalog, runs: RowsRuns
-    ) -> None:
-        """``service``: of the same gateway; requests of both kinds share its bounds and its drain."""
+    def __init__(self, service: IdempotentService, identity: KeyDirectory, parts: RowsParts) -> None:
+        """``service``: of the same gateway; requests of both kinds share its bounds, drain and records."""
         self._service = service
-        self._validator = validator
-        self._catalog = catalog
-        self._runs = runs
+        self._identity = identity
+        self._parts = parts
 
     async def embed(
         self,
@@ -102,7 +125,7 @@ class RowsService:
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.EMBED], prepare, join)
-        answer = await self._runs.answer(job)
+        answer = await self._answer(job)
         return Embeddings(answer, vectors(answer.outputs[0]))
 
     async def score(
@@ -127,7 +150,7 @@ class RowsService:
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
-        answer = await self._runs.answer(job)
+        answer = await self._answer(job)
         return Scores(answer, scores(answer.outputs[0]))
 
     async def rerank(
@@ -147,7 +170,7 @@ class RowsService:
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
-        answer = await self._runs.answer(job)
+        answer = await self._answer(job)
         return Scores(answer, scores(answer.outputs[0]))
 
     async def infer(
@@ -170,7 +193,7 @@ class RowsService:
                 raise InvalidInput("the rows are of two kinds: send inputs, texts or images", field="inputs")
             if request.images:
                 check_probabilities(len(request.images), signature.classes, "images")
-                texts, tenant_id = self._catalog.texts, principal.tenant_id
+                texts, tenant_id = self._parts.catalog.texts, principal.tenant_id
                 return await picture_rows(texts, model, tenant_id, signature, request.images)
             check_probabilities(len(request.texts), signature.classes, "texts")
             return await self._texts(principal, model, request.texts, (), _cut_to(request), "texts")
@@ -184,7 +207,7 @@ class RowsService:
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.CLASSIFY] if classifies else ALL, prepare, join)
-        answer = await self._runs.answer(job)
+        answer = await self._answer(job)
         return Inferred(answer, answer.outputs)
 
     async def describe(
@@ -194,8 +217,8 @@ class RowsService:
 
         Raises ModelNotFound, NoWorkerAvailable, UnsupportedFeature for a model that generates text.
         """
-        route = self._validator.check_rows(principal, request).route
-        model = (await self._catalog.text_model(route.version_digest)).of_rows
+        route = self._parts.validator.check_rows(principal, request).route
+        model = (await self._parts.catalog.text_model(route.version_digest)).of_rows
         if model.signature is None:
             raise UnsupportedFeature(f"{route.model} generates text and has no tensors", field="model")
         return route, model.signature
@@ -209,7 +232,7 @@ class RowsService:
         cut_to: int | None,
         field: str,
     ) -> PreparedRows:
-        texts = self._catalog.texts
+        texts = self._parts.catalog.texts
         return await text_rows(texts, model, principal.tenant_id, firsts, seconds, cut_to=cut_to, field=field)
 
     def _terms(
@@ -220,6 +243,99 @@ class RowsService:
         service.check_open(principal.tenant_id, request.model, received)
         longest_s = service.max_timeout_s(principal, request)
         return RunTerms(received, min(service.limits.timeout_of(request, timeout_s), longest_s))
+
+    async def _answer(self, job: RowsJob) -> RowsAnswer:
+        """Return the answer of a request that the gateway is open for.
+
+        Cancelling the call cancels the request, but leaves one with a key running for a while. A caller
+        without permission to run it receives nothing of it.
+        """
+        if not job.message.idempotency_key:
+            return await self._without_key(job)
+        bounds.check(job.message)
+        self._parts.validator.authorise(job.principal, job.message.model)
+        deadline_s = job.terms.received.monotonic_s + job.terms.timeout_s
+        for number in range(1, MAX_RUNS + 1):
+            client = _Client()
+            left_s = deadline_s - self._parts.ports.clock.monotonic_s()
+            try:
+                return await self._attached(job, client, left_s)
+            except (DeadlineExceeded, DeadlineUnmeetable):
+                late = self._parts.ports.clock.monotonic_s() >= deadline_s
+                if client.runs or late or number == MAX_RUNS:
+                    raise
+        raise AssertionError("the last round returns or raises")
+
+    async def _without_key(self, job: RowsJob) -> RowsAnswer:
+        request = Request(job.terms, self._parts.ports)
+        rows = Rows(job, self._parts, request)
+        leave = self._service.enter(job.principal.tenant_id, request)
+        try:
+            end = await request.run(rows.admit)
+        finally:
+            leave()
+        if isinstance(end, FairwayError):
+            try:
+                raise end
+            finally:
+                del end  # its traceback refers to this frame
+        return rows.answer
+
+    async def _attached(self, job: RowsJob, client: _Client, timeout_s: float) -> RowsAnswer:
+        """Start, join or repeat the request of the key as ``client``."""
+        secret, tenant_id = self._service.names_secret, self._identity.still_valid(job.principal).meta.name
+        received = job.terms.received
+        follower = self._service.records.attach(
+            record_key(secret, tenant_id, job.message.idempotency_key, received),
+            fingerprint(secret, tenant_id, job.message, received),
+            client,
+            partial(self._launch, job, client),
+            timeout_s=timeout_s,
+            client_window=None,
+            delivered=None,
+        )
+        try:
+            finished = await client.ended
+        except asyncio.CancelledError:
+            follower.cancel()
+            raise
+        return decode_answer(finished, replayed=not client.runs)
+
+    def _launch(
+        self, job: RowsJob, client: _Client, ownership: RecordOwnership, earlier: EarlierRun | None
+    ) -> tuple[Request, Admit]:
+        """Return the request for this gateway, with the id of the earlier run."""
+        client.runs = True
+        received = job.terms.received
+        if earlier is not None:
+            received = replace(received, request_id=earlier.terms.request_id)
+        terms = RunTerms(received, job.terms.timeout_s, settlement=ownership)
+        request = Request(terms, self._parts.ports)
+        return request, Rows(job, self._parts, request).admit
+
+
+class _Client:
+    """The sink of one client. ``runs``: its own call runs the request, here and now."""
+
+    def __init__(self) -> None:
+        self.runs = False
+        self.ended: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+
+    def on_accepted(self, accepted: Accepted) -> None:
+        """The answer has it all."""
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        raise AssertionError("rows have no tokens")
+
+    def on_finished(self, finished: Finished) -> None:
+        if not self.ended.done():
+            self.ended.set_result(finished)
+
+    def on_failed(self, error: FairwayError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
 
 
 def _scored(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:

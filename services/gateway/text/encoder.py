@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 import msgspec
@@ -56,10 +56,13 @@ from services.gateway.text.sandbox import (
     TemplateRefused,
     TemplateTooCostly,
 )
-from services.gateway.text.text_model import ChatMessage, EncodedRows, RowTexts, SamplingDefaults, TextModel
+from services.gateway.text.text_model import ChatMessage, SamplingDefaults, TextModel
 from services.gateway.text.traced_text import MESSAGE, OriginText, concat, origin_of
 from services.ports.clock import Clock
 from services.ports.grammars import GrammarRefused, Grammars, TokenizerUnusable
+
+if TYPE_CHECKING:
+    from services.gateway.text.row_encoder import RowEncoder
 
 _STRFTIME: Final = re.compile(r"(%[-_0^#]?[A-Za-z%]|[^%])*")
 MAX_STEPS: Final = 200_000
@@ -323,10 +326,6 @@ _PROBE_TOOLS: Final = (
 )
 
 
-class RowTextEncoder(Protocol):
-    def encode_rows(self, rows: RowTexts) -> EncodedRows: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Templates:
     """A version's chat templates. ``with_tools`` is for requests with tools, where the version has one."""
@@ -357,7 +356,7 @@ class TextEncoder:
         self.model = model
         self.templates = templates
         self.tokenizer = tokenizer
-        self.rows: RowTextEncoder | None = None  # encoder of a decoder that embeds
+        self.rows: RowEncoder | None = None  # encoder of a decoder that embeds
         self._control = control
         added = tokenizer.get_added_tokens_decoder()
         self._unknown = unknown

@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 from services.core.fixed_cost.slots import SlotLease, SlotReturn
 
 DRAIN_S: Final = 1.0  # time after which no row of an earlier leader runs on a worker
-Party: TypeAlias = tuple[str, str]  # a gateway and a tenant
+Holder: TypeAlias = tuple[str, str]  # a gateway and a tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class RowWorker:
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """The lease of a party on a worker."""
+    """The lease of a holder on a worker."""
 
-    party: Party
+    holder: Holder
     worker: RowWorker  # the worker when its slots last changed
     slots: int = 0
     held: int = 0  # the most rows that its gateway may have in flight there
@@ -71,7 +71,7 @@ class HeldLease:
 
 @dataclass(slots=True)
 class _EarlierRows:
-    """Rows under leases of an earlier leader, or of none: not in any lease of this book."""
+    """Rows under leases of an earlier leader, or of none: in none of these leases."""
 
     incarnation: int
     rows: int
@@ -81,7 +81,7 @@ class _EarlierRows:
 _NO_LEASES: Final[Mapping[str, HeldLease]] = MappingProxyType({})
 
 
-class LeaseBook:
+class VersionLeases:
     """The leases of one version."""
 
     def __init__(self, digest: str, epoch: int, terms: LeaseTerms, numbers: Iterator[int]) -> None:
@@ -89,8 +89,8 @@ class LeaseBook:
         self._digest = digest
         self._epoch = epoch
         self.terms = terms
-        self._parties: dict[Party, dict[str, HeldLease]] = {}
-        self._workers: dict[str, dict[Party, HeldLease]] = {}
+        self._holders: dict[Holder, dict[str, HeldLease]] = {}
+        self._workers: dict[str, dict[Holder, HeldLease]] = {}
         self._count = 0
         self._held: dict[str, int] = {}  # slots that gateways hold, by worker
         self._earlier: dict[str, _EarlierRows] = {}  # rows of an earlier leader, by worker
@@ -104,26 +104,26 @@ class LeaseBook:
     def __len__(self) -> int:
         return self._count
 
-    def of(self, party: Party) -> Mapping[str, HeldLease]:
-        """Return the party's leases by worker."""
-        return self._parties.get(party, _NO_LEASES)
+    def of(self, holder: Holder) -> Mapping[str, HeldLease]:
+        """Return the holder's leases by worker."""
+        return self._holders.get(holder, _NO_LEASES)
 
-    def on(self, worker_id: str) -> Mapping[Party, HeldLease]:
-        """Return the leases on a worker by party."""
+    def on(self, worker_id: str) -> Mapping[Holder, HeldLease]:
+        """Return the leases on a worker by holder."""
         return self._workers.get(worker_id, {})
 
     def all(self) -> Iterator[HeldLease]:
-        for leases in self._parties.values():
+        for leases in self._holders.values():
             yield from leases.values()
 
-    def slots_of(self, party: Party) -> int:
-        return sum(lease.slots for lease in self.of(party).values())
+    def slots_of(self, holder: Holder) -> int:
+        return sum(lease.slots for lease in self.of(holder).values())
 
     def slots_on(self, worker_id: str) -> int:
         return self._slots.get(worker_id, 0)
 
     def observe(self, workers: Iterable[RowWorker], now_s: float) -> None:
-        """Count the rows that ran on workers before this book leased slots there, until they have ended."""
+        """Count the rows that ran on workers before slots were leased there, until they have ended."""
         known, self._earlier = self._earlier, {}
         for worker in workers:
             found = known.get(worker.worker_id)
@@ -137,22 +137,22 @@ class LeaseBook:
         held = self._held.get(worker.worker_id, 0) + self._earlier[worker.worker_id].rows
         return worker.row_slots - max(held, worker.rows)
 
-    def room_for(self, party: Party, worker: RowWorker) -> int:
-        """Return by how many slots the party's lease there may grow; what it still holds is free for it."""
-        lease = self.of(party).get(worker.worker_id)
+    def room_for(self, holder: Holder, worker: RowWorker) -> int:
+        """Return by how many slots the holder's lease there may grow; what it still holds is free for it."""
+        lease = self.of(holder).get(worker.worker_id)
         mine = lease.held - lease.slots if lease and lease.worker.incarnation == worker.incarnation else 0
         return max(0, self.free_on(worker)) + mine
 
-    def put(self, party: Party, worker: RowWorker, slots: int) -> None:
-        """Lease the party that many slots on the worker, in place of its earlier lease there."""
-        lease = self.of(party).get(worker.worker_id)
+    def put(self, holder: Holder, worker: RowWorker, slots: int) -> None:
+        """Lease the holder that many slots on the worker, in place of its earlier lease there."""
+        lease = self.of(holder).get(worker.worker_id)
         if lease is not None and lease.worker.incarnation != worker.incarnation:
             self._change(lease, 0, 0)
         if lease is None:
-            lease = HeldLease(party, worker)
+            lease = HeldLease(holder, worker)
             self._count += 1
-            self._parties.setdefault(party, {})[worker.worker_id] = lease
-            self._workers.setdefault(worker.worker_id, {})[party] = lease
+            self._holders.setdefault(holder, {})[worker.worker_id] = lease
+            self._workers.setdefault(worker.worker_id, {})[holder] = lease
         lease.worker, lease.number = worker, next(self._numbers)
         self._change(lease, slots, max(slots, lease.held))
         self._await_return(lease)
@@ -168,7 +168,7 @@ class LeaseBook:
 
     def disconnect(self, gateway: str) -> None:
         """Take back the leases of a gateway that cannot be reached: they lapse."""
-        for lease in [lease for lease in self.all() if lease.party[0] == gateway]:
+        for lease in [lease for lease in self.all() if lease.holder[0] == gateway]:
             lease.number = next(self._numbers)  # a return of what it has frees nothing: it may still use it
             self._change(lease, 0, lease.held)
             self._await_return(lease)
@@ -217,9 +217,9 @@ class LeaseBook:
         for worker_id, leases in self._workers.items():
             assert self._held[worker_id] == sum(lease.held for lease in leases.values()), "held slots leaked"
             assert self._slots[worker_id] == sum(lease.slots for lease in leases.values())
-            assert all(self._parties[party][worker_id] is lease for party, lease in leases.items())
+            assert all(self._holders[holder][worker_id] is lease for holder, lease in leases.items())
         assert self._count == sum(len(leases) for leases in self._workers.values())
-        assert self._count == sum(len(leases) for leases in self._parties.values())
+        assert self._count == sum(len(leases) for leases in self._holders.values())
         for lease in self.all():
             assert 0 <= lease.slots <= lease.held, "a lease has slots that it does not hold"
             assert lease.slots == lease.held > 0 or lease.settles_s < math.inf, "slots are held for ever"
@@ -234,14 +234,14 @@ class LeaseBook:
             incarnation=worker.incarnation,
             epoch=self._epoch,
             digest=self._digest,
-            tenant=lease.party[1],
+            tenant=lease.holder[1],
             slots=lease.slots,
             ttl_s=self.terms.ttl_s,
             number=lease.number,
         )
 
     def _send(self, lease: HeldLease) -> None:
-        gateway, tenant = lease.party
+        gateway, tenant = lease.holder
         self.unsent.setdefault(gateway, {})[lease.worker.worker_id, tenant] = lease
 
     def _await_return(self, lease: HeldLease) -> None:
@@ -258,12 +258,12 @@ class LeaseBook:
         if lease.slots:
             return
         self._count -= 1
-        gateway, tenant = lease.party
+        gateway, tenant = lease.holder
         worker_id = lease.worker.worker_id
         self.unsent.get(gateway, {}).pop((worker_id, tenant), None)
-        del self._parties[lease.party][worker_id], self._workers[worker_id][lease.party]
-        if not self._parties[lease.party]:
-            del self._parties[lease.party]
+        del self._holders[lease.holder][worker_id], self._workers[worker_id][lease.holder]
+        if not self._holders[lease.holder]:
+            del self._holders[lease.holder]
         if not self._workers[worker_id]:
             del self._workers[worker_id], self._held[worker_id], self._slots[worker_id]
 

@@ -9,16 +9,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from services.core.fixed_cost.slots import DEMAND_TTL_S, SlotDemand, SlotReturn
 from services.core.fleet import TenantTokens
 from services.core.records import Priority
-from services.scheduler.policy.queue.fairness import FairShares
+from services.scheduler.policy.queue.fairness import Account, FairShares
 from services.scheduler.policy.slots import NEWCOMERS_RATIO, SlotClaim, divide, level
-from services.scheduler.slots.claimants import PartyDemand, TenantRows, claim_of
-from services.scheduler.slots.leases import HeldLease, LeaseBook, Party, RowWorker
+from services.scheduler.slots.leases import HeldLease, Holder, RowWorker, VersionLeases
+
+TURN_S: Final = 0.25  # how long a slot stays where others wait for one
+OVERDUE_S: Final = 30.0  # a tenant without a slot for so long goes before any class
+_COST_HALF_LIFE_S: Final = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class GatewayDemand:
+    """What one gateway asks for one tenant."""
+
+    demand: SlotDemand
+    zone: str
+    since_s: float  # time at which it last began to have slots, or to have none
+    received_s: float  # time of its last message
+    has_slots: bool = False
+    was_overdue: bool = False  # whether it was overdue when it got the slots that it has
+
+    def is_overdue(self, now_s: float) -> bool:
+        age_s = now_s - self.since_s
+        return age_s < TURN_S and self.was_overdue if self.has_slots else age_s >= OVERDUE_S
+
+    def record(self, *, has_slots: bool, now_s: float) -> None:
+        """Record whether it has slots; another turn begins when that changes, and after two turns."""
+        if has_slots != self.has_slots or (has_slots and now_s - self.since_s >= 2 * TURN_S):
+            self.was_overdue = not self.has_slots and self.is_overdue(now_s)
+            self.has_slots, self.since_s = has_slots, now_s
+
+    def order(self, now_s: float) -> tuple[float, float]:
+        """Return its place where slots are fewer than claimants: turns end, then the longest wait."""
+        if not self.has_slots:
+            return 1.0, self.since_s
+        return (0.0 if now_s - self.since_s < TURN_S else 2.0), self.since_s
+
+
+@dataclass(slots=True, eq=False)
+class TenantRows:
+    """One tenant of the pool. ``rows`` and ``device_s`` are recent sums, which measure a row's time."""
+
+    demands: dict[str, GatewayDemand] = field(default_factory=dict)  # demands by gateway
+    account: Account | None = None  # its account; None: it has no demand
+    priority: Priority = Priority.STANDARD
+    rows: float = 0.0
+    device_s: float = 0.0
+    measured_s: float = -math.inf
+
+    def measure(self, use: TenantTokens, now_s: float) -> None:
+        kept = 0.5 ** (min(1e3, now_s - self.measured_s) / _COST_HALF_LIFE_S)
+        self.rows = self.rows * kept + use.rows
+        self.device_s = self.device_s * kept + use.device_us / 1e6
+        self.measured_s = now_s
+
+
+def claim_of(name: str, tenant: TenantRows, row_s: float, now_s: float) -> SlotClaim:
+    found = tenant.demands.values()
+    assert tenant.account is not None, "a tenant with demand has no counter"
+    return SlotClaim(
+        name,
+        sum(wanted.demand.rows for wanted in found),
+        rank=tenant.priority.rank,
+        weight=tenant.account.weight or 1.0,
+        row_s=max(1e-9, tenant.device_s / tenant.rows if tenant.rows > 0.0 else row_s),
+        order=(tenant.account.value, *min(wanted.order(now_s) for wanted in found)),
+        overdue=any(wanted.is_overdue(now_s) for wanted in found),
+    )
+
 
 GROWTH: Final = 2  # slots for each row of demand while no other tenant wants them
 BALANCE_S: Final = 1.0  # interval of moving leases away from loaded workers
@@ -33,9 +97,11 @@ Shares = Mapping[Priority, FairShares]
 class SlotPool:
     """Single writer: the task of the scheduler's service. Time is an argument, in monotonic seconds."""
 
-    def __init__(self, digest: str, book: LeaseBook, shares: Callable[[str], Shares], now_s: float) -> None:
+    def __init__(
+        self, digest: str, leases: VersionLeases, shares: Callable[[str], Shares], now_s: float
+    ) -> None:
         """``shares`` returns the service counters of a version's classes."""
-        self.book = book
+        self.leases = leases
         self._digest = digest
         self._shares = shares
         self._tenants: dict[str, TenantRows] = {}
@@ -47,12 +113,12 @@ class SlotPool:
     @property
     def idle(self) -> bool:
         """No demand and no lease."""
-        return not self._demands and not len(self.book)
+        return not self._demands and not len(self.leases)
 
     @property
     def rows(self) -> int:
         """The rows of all demands."""
-        return sum(wanted.demand.rows for _, wanted in self._parties())
+        return sum(wanted.demand.rows for _, wanted in self._holders())
 
     # --- demands ----------------------------------------------------------------------------------
 
@@ -72,7 +138,7 @@ class SlotPool:
             return False
         else:
             tenant = self._tenants.setdefault(wanted.tenant, TenantRows())
-            tenant.demands[gateway] = PartyDemand(wanted, zone, now_s, now_s)
+            tenant.demands[gateway] = GatewayDemand(wanted, zone, now_s, now_s)
             self._demands += 1
         assert tenant is not None
         if not wanted.rows:
@@ -87,14 +153,14 @@ class SlotPool:
             if tenant.demands.pop(gateway, None) is not None:
                 self._demands -= 1
                 self._count_waiting(name, tenant)
-        self.book.disconnect(gateway)
+        self.leases.disconnect(gateway)
 
     def end_old_demands(self, now_s: float) -> bool:
         """End the demands that were not sent again; return whether there were any."""
         since_s = now_s - DEMAND_TTL_S
         old = [
-            (party[0], wanted)
-            for party, wanted in self._parties()
+            (holder[0], wanted)
+            for holder, wanted in self._holders()
             if wanted.demand.repeats and wanted.received_s < since_s
         ]
         for gateway, wanted in old:
@@ -102,7 +168,7 @@ class SlotPool:
         return bool(old)
 
     def returned(self, gateway: str, found: SlotReturn) -> bool:
-        return self.book.returned(gateway, found)
+        return self.leases.returned(gateway, found)
 
     def measure(self, use: TenantTokens, now_s: float) -> None:
         """Record rows of a tenant that ended."""
@@ -114,21 +180,21 @@ class SlotPool:
     def plan(self, workers: Sequence[RowWorker], row_s: float, now_s: float) -> None:
         """Change leases towards the fair division of the workers' slots. ``row_s`` is the mean time of all
         rows."""
-        self.book.settle(now_s)
+        self.leases.settle(now_s)
         serving = {worker.worker_id: worker for worker in workers}
-        self.book.observe(workers, now_s)
+        self.leases.observe(workers, now_s)
         self._leave_lost(serving)
         targets = self._targets(sum(worker.row_slots for worker in workers), row_s, now_s)
         self._balance(workers, now_s)
         self._shrink(targets, workers)
         self._grow(targets, workers)
         self.is_short = False
-        for party, wanted in self._parties():
-            slots = self.book.slots_of(party)
-            self.is_short |= slots < max(targets[party], wanted.demand.rows)
+        for holder, wanted in self._holders():
+            slots = self.leases.slots_of(holder)
+            self.is_short |= slots < max(targets[holder], wanted.demand.rows)
             wanted.record(has_slots=slots > 0, now_s=now_s)
 
-    def _targets(self, slots: int, row_s: float, now_s: float) -> dict[Party, int]:
+    def _targets(self, slots: int, row_s: float, now_s: float) -> dict[Holder, int]:
         by_tenant = {name: state.demands for name, state in self._tenants.items() if state.demands}
         claims = [claim_of(name, self._tenants[name], row_s, now_s) for name in by_tenant]
         given = divide(slots, claims, spare_ratio=NEWCOMERS_RATIO)
@@ -136,7 +202,7 @@ class SlotPool:
             most = int(slots * (1 - NEWCOMERS_RATIO))
             grown = [replace(claim, rows=GROWTH * claim.rows) for claim in claims]
             given = level(max(most, sum(given.values())), grown, least=given)
-        targets: dict[Party, int] = {}
+        targets: dict[Holder, int] = {}
         for tenant, found in by_tenant.items():
             rows = sum(wanted.demand.rows for wanted in found.values())
             grows = given[tenant] > rows
@@ -155,41 +221,41 @@ class SlotPool:
 
     def _leave_lost(self, serving: Mapping[str, RowWorker]) -> None:
         """Take back what is leased on workers that serve no more, and beyond the slots of those that do."""
-        for lease in list(self.book.all()):
+        for lease in list(self.leases.all()):
             worker = serving.get(lease.worker.worker_id)
             if lease.slots and worker is None:
-                self.book.put(lease.party, lease.worker, 0)
+                self.leases.put(lease.holder, lease.worker, 0)
         for worker in serving.values():
-            self.book.drop_worker(worker.worker_id, worker.incarnation)
-            excess = self.book.slots_on(worker.worker_id) - worker.row_slots
-            self._take_back(list(self.book.on(worker.worker_id).values()), excess)
+            self.leases.drop_worker(worker.worker_id, worker.incarnation)
+            excess = self.leases.slots_on(worker.worker_id) - worker.row_slots
+            self._take_back(list(self.leases.on(worker.worker_id).values()), excess)
 
     def _balance(self, workers: Sequence[RowWorker], now_s: float) -> None:
         """Now and then, take from workers that are loaded well above the mean what others have room for."""
         if now_s - self._balanced_s < BALANCE_S or len(workers) < 2:
             return
         self._balanced_s = now_s
-        loads = {worker.worker_id: self.book.slots_on(worker.worker_id) for worker in workers}
+        loads = {worker.worker_id: self.leases.slots_on(worker.worker_id) for worker in workers}
         mean = sum(loads.values()) / max(1e-9, sum(worker.capacity for worker in workers))
         room = sum(
-            max(0, min(self.book.free_on(worker), int(mean * worker.capacity) - loads[worker.worker_id]))
+            max(0, min(self.leases.free_on(worker), int(mean * worker.capacity) - loads[worker.worker_id]))
             for worker in workers
         )
         for worker in workers:
             fair = math.ceil(mean * worker.capacity)
             excess = min(room, loads[worker.worker_id] - fair)
             if excess > 0 and loads[worker.worker_id] > (1 + _UNEVEN) * fair:
-                self._take_back(list(self.book.on(worker.worker_id).values()), excess)
+                self._take_back(list(self.leases.on(worker.worker_id).values()), excess)
                 room -= excess
 
-    def _shrink(self, targets: Mapping[Party, int], workers: Sequence[RowWorker]) -> None:
+    def _shrink(self, targets: Mapping[Holder, int], workers: Sequence[RowWorker]) -> None:
         """Take back what is above the targets, where others lack it or it is more than twice the target."""
-        lacking = sum(max(0, target - self.book.slots_of(party)) for party, target in targets.items())
-        scarce = lacking > sum(max(0, self.book.free_on(worker)) for worker in workers)
-        for party in dict.fromkeys(lease.party for lease in self.book.all()):
-            slots, target = self.book.slots_of(party), targets.get(party, 0)
+        lacking = sum(max(0, target - self.leases.slots_of(holder)) for holder, target in targets.items())
+        scarce = lacking > sum(max(0, self.leases.free_on(worker)) for worker in workers)
+        for holder in dict.fromkeys(lease.holder for lease in self.leases.all()):
+            slots, target = self.leases.slots_of(holder), targets.get(holder, 0)
             if slots > target and (scarce or slots > 2 * target):
-                self._take_back(list(self.book.of(party).values()), slots - target)
+                self._take_back(list(self.leases.of(holder).values()), slots - target)
 
     def _take_back(self, leases: Sequence[HeldLease], slots: int) -> None:
         """Take back so many slots of these leases, of the largest first and level."""
@@ -202,26 +268,26 @@ class SlotPool:
         )
         for index, lease in enumerate(leases):
             if kept[str(index)] < lease.slots:
-                self.book.put(lease.party, lease.worker, kept[str(index)])
+                self.leases.put(lease.holder, lease.worker, kept[str(index)])
 
-    def _grow(self, targets: Mapping[Party, int], workers: Sequence[RowWorker]) -> None:
+    def _grow(self, targets: Mapping[Holder, int], workers: Sequence[RowWorker]) -> None:
         """Lease free slots up to the targets: first to those who have none, then by class."""
-        needs = {party: target - self.book.slots_of(party) for party, target in targets.items()}
+        needs = {holder: target - self.leases.slots_of(holder) for holder, target in targets.items()}
         growing = sorted(
-            ((party, wanted) for party, wanted in self._parties() if needs[party] > 0),
+            ((holder, wanted) for holder, wanted in self._holders() if needs[holder] > 0),
             key=lambda found: (
-                self.book.slots_of(found[0]) > 0,
+                self.leases.slots_of(found[0]) > 0,
                 -found[1].demand.priority.rank,
                 found[1].since_s,
                 found[0],
             ),
         )
-        for party, wanted in growing:
-            self._spread(party, needs[party], wanted.zone, workers)
+        for holder, wanted in growing:
+            self._spread(holder, needs[holder], wanted.zone, workers)
 
-    def _spread(self, party: Party, need: int, zone: str, workers: Sequence[RowWorker]) -> None:
-        """Lease up to ``need`` more slots, on the workers with the lowest load, in the party's zone first."""
-        rooms = [(worker, self.book.room_for(party, worker)) for worker in workers]
+    def _spread(self, holder: Holder, need: int, zone: str, workers: Sequence[RowWorker]) -> None:
+        """Lease up to ``need`` more slots, on the workers with the lowest load, in its zone first."""
+        rooms = [(worker, self.leases.room_for(holder, worker)) for worker in workers]
         rooms = [(worker, room) for worker, room in rooms if room > 0]
         if len(rooms) > _MOST_CHOICES:
             self._rotation = (self._rotation + _MOST_CHOICES) % len(rooms)
@@ -234,20 +300,20 @@ class SlotPool:
                 more = min(need, chunk, room)
                 if more <= 0:
                     break
-                lease = self.book.of(party).get(worker.worker_id)
-                self.book.put(party, worker, more + (lease.slots if lease else 0))
+                lease = self.leases.of(holder).get(worker.worker_id)
+                self.leases.put(holder, worker, more + (lease.slots if lease else 0))
                 need -= more
                 if room > more:
                     left.append((worker, room - more))
             rooms = left
 
     def _load_key(self, worker: RowWorker, zone: str) -> tuple[int, bool, float, str]:
-        load = self.book.slots_on(worker.worker_id) / worker.capacity
+        load = self.leases.slots_on(worker.worker_id) / worker.capacity
         return int(8 * load), bool(zone and worker.zone and zone != worker.zone), load, worker.worker_id
 
     # --- counters ---------------------------------------------------------------------------------
 
-    def _parties(self) -> Iterator[tuple[Party, PartyDemand]]:
+    def _holders(self) -> Iterator[tuple[Holder, GatewayDemand]]:
         for name, tenant in self._tenants.items():
             for gateway, wanted in tenant.demands.items():
                 yield (gateway, name), wanted

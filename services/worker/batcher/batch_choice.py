@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Final
 
-from services.core.errors import DeadlineUnmeetable, FairwayError, InvalidInput, QueueFull
+from services.core.errors import FairwayError, InvalidInput
 from services.core.fixed_cost.rows import BatchWindow
 from services.core.fixed_cost.signature import TILES, tiles_of
-from services.worker.batcher.arriving_rows import ArrivingRows
+from services.core.fixed_cost.turns import TenantTurns
+from services.worker.batcher.policy.arrival_profile import ArrivalProfile
 from services.worker.batcher.policy.batch_key import BatchKeys
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import BatchLimits, Device, Flush, FlushCause, Linger
-from services.worker.batcher.policy.length_buckets import mixed_width
-from services.worker.batcher.policy.linger import BatchObjective, window_of
-from services.worker.batcher.policy.preemption import LongBatch
-from services.worker.batcher.policy.turns import TURN_RATIO, TenantTurns
+from services.worker.batcher.policy.length_buckets import (
+    LengthHistogram,
+    choose_widths,
+    mixed_width,
+    width_of,
+)
+from services.worker.batcher.policy.linger import BatchObjective, Expected, window_of
+from services.worker.batcher.policy.start import BatchLimits, Device, Linger, LongBatch, Start, StartCause
 from services.worker.batcher.policy.waiting import (
     Tags,
-    TooLate,
-    TooManyRows,
     WaitingRow,
     WaitingRows,
     fitting,
@@ -34,6 +38,61 @@ from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import RowModel
 from services.worker.streams.live_row import LiveRow
 
+ROWS_PER_CHOICE: Final = 1024  # rows after which the widths are chosen again
+FIRST_ROWS: Final = 64  # rows before the first choice
+
+
+class ArrivingRows:
+    """What is observed of arriving rows: lengths, widths of padding, and when the next rows come.
+
+    ``now_s`` never falls.
+    """
+
+    def __init__(self, max_tokens: int, *, pads: bool = True) -> None:
+        """``max_tokens`` 0: rows have no length, and one width, 0. Without ``pads`` a width is a length."""
+        self._profile = ArrivalProfile()
+        self._histogram = LengthHistogram(max_tokens) if max_tokens and pads else None
+        self._widths: tuple[int, ...] = (max_tokens,)
+        self._counts: Counter[int] = Counter()  # rows of each width since the widths were chosen
+        self._until_choice = FIRST_ROWS
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self._widths
+
+    def note(self, length: int, now_s: float) -> int:
+        """Count a row, and return the width to which it is padded."""
+        self._profile.arrived(now_s)
+        if self._histogram is not None:
+            self._histogram.note(length)
+        self._until_choice -= 1
+        if not self._until_choice:
+            self._until_choice = ROWS_PER_CHOICE
+            self._choose()
+        width = length if self._histogram is None else width_of(self._widths, length)
+        self._counts[width] += 1
+        return width
+
+    def _choose(self) -> None:
+        """Choose the widths of padded rows again; otherwise halve the counts, so that old sizes go."""
+        if self._histogram is None:
+            self._counts = Counter({width: rows // 2 for width, rows in self._counts.items() if rows > 1})
+        elif (widths := choose_widths(self._histogram)) != self._widths:
+            self._widths = widths
+            self._counts.clear()
+
+    def ended(self, rows: int, now_s: float) -> None:
+        """Count a batch whose answers are on their way."""
+        self._profile.ended(rows, now_s)
+
+    def expected(self, width: int | None, now_s: float) -> Expected:
+        """Return which arrivals of this width, or of all widths for None, are expected."""
+        share = 1.0 if width is None else self._counts[width] / max(1, self._counts.total())
+        returning = tuple((wait_s, back * share) for wait_s, back in self._profile.returning(now_s))
+        return Expected(self._profile.rate_per_s(now_s) * share, returning)
+
+
+TURN_RATIO: Final = 0.5  # most of the objective that a batch takes while tenants share the device
 _LOOKS: Final = 8  # most looks in vain for rows to run between the layers of one batch
 _TRANSPORT_GAIN: Final = 0.02  # weight of a row in the mean
 
@@ -45,7 +104,7 @@ class ChosenBatch:
     rows: list[LiveRow]
     # Tokens to which they are padded, or that stand for them where they are packed.
     width: int
-    cause: FlushCause
+    cause: StartCause
     # How the start was derived; None: between the layers of another batch.
     window: BatchWindow | None = None
     # Rows that the batch might have had; 0: as many as the limits allow.
@@ -115,7 +174,7 @@ class BatchChoice:
             sum(len(tensor.data) for tensor in spec.inputs),
             spec.tenant_weight,
         )
-        added = self._waiting.add(
+        error = self._waiting.add(
             waiting,
             self._curve,
             self._limits,
@@ -123,13 +182,8 @@ class BatchChoice:
             busy_until_s=0.0 if running is None else running.began_s + self._mean_s(running),
             transport_s=spec.transport_s / 2,  # the way back
         )
-        match added:
-            case TooManyRows(most_rows):
-                return QueueFull(f"{most_rows} rows wait on this worker")
-            case TooLate(predicted_s, left_s):
-                return DeadlineUnmeetable(
-                    f"the row would be answered in {predicted_s:.3f} s; the deadline is in {left_s:.3f} s"
-                )
+        if error is not None:
+            return error
         self._rows[row.number] = row
         return None
 
@@ -157,7 +211,9 @@ class BatchChoice:
         for row in rows:
             tenant = row.spec.tenant_id
             shares[tenant] = shares.get(tenant, 0.0) + row_s / row.spec.tenant_weight
-        self._turns.started(shares, now_s)
+        self._turns.started(shares)
+        for tenant in shares:
+            self._turns.seen(tenant, now_s)
 
     def check_integrity(self) -> None:
         self._waiting.check_integrity()
@@ -177,7 +233,7 @@ class BatchChoice:
             draining=draining,
             turn_s=TURN_RATIO * least_s,
         )
-        tags = self._turns.tags(self._waiting.by_due(), device.row_s) if shared else None
+        tags = self._tags(device) if shared else None
         decided = first_to_start(self._decided(device, tags, now_s), self._curve, now_s)
         if decided is None:
             return None
@@ -197,7 +253,7 @@ class BatchChoice:
         if not long_batch.most_s:
             return None
         device = Device(self._curve, self._limits)
-        tags = self._turns.tags(self._waiting.by_due(), device.row_s)
+        tags = self._tags(device)
         for key, group in self._waiting.groups(tags):
             most, _ = device.rows_at(group.width)
             found = self._waiting.select(key, group.width, most, tags, without=own)
@@ -205,9 +261,14 @@ class BatchChoice:
             rest, _ = fitting(found, self._limits, others=others, other_tokens=others * running.width)
             if count := long_batch.rows_between(self._curve, width=group.width, rows=rest):
                 rows = self._started(found[:count], group.width, now_s)
-                return ChosenBatch(rows, group.width, FlushCause.BETWEEN)
+                return ChosenBatch(rows, group.width, StartCause.BETWEEN)
         running.look_s = now_s + whole_s / _LOOKS
         return None
+
+    def _tags(self, device: Device) -> Tags:
+        row_s = cache(device.row_s)
+        rows = self._waiting.by_due()
+        return self._turns.tags((row.number, row.tenant, row_s(row.width) / row.weight) for row in rows)
 
     def _decided(self, device: Device, tags: Tags | None, now_s: float) -> Iterator[Decided]:
         """Yield the decision on each group, in their order.
@@ -225,7 +286,7 @@ class BatchChoice:
             yield Decided(key, group, found, expected)
 
     def _chosen(
-        self, decided: Decided, found: Flush, device: Device, tags: Tags | None, now_s: float
+        self, decided: Decided, found: Start, device: Device, tags: Tags | None, now_s: float
     ) -> ChosenBatch:
         group = decided.group
         chosen = self._waiting.select(decided.key, None if group.mixed else group.width, found.rows, tags)

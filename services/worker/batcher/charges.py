@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.core.generation import Usage
-from services.worker.streams.charges import DeviceTime, Key, Tally
+from services.worker.streams.charges import DeviceTime, Tally
 from services.worker.streams.live_row import LiveRow
 
 
@@ -45,12 +45,7 @@ class RowCharges:
         """Share the time of a batch over these rows by their lengths."""
         whole = sum(max(1, row.length) for row in rows)
         for row in rows:
-            share_s = run_s * max(1, row.length) / whole
-            row.device_s += share_s
-            self._tally.add_rows(self._key_of(row), 0, share_s)
-            request = self._requests[row.spec.request_id]
-            request.device_s += share_s
-            request.tokens += row.tokens
+            row.device_s += run_s * max(1, row.length) / whole
         if self._device is not None:
             self._device.busy_s += run_s
             self._device.attributed_s += run_s if rows else 0.0
@@ -62,9 +57,11 @@ class RowCharges:
 
     def ended(self, row: LiveRow) -> None:
         """Count a row that ended, and report its request after the last."""
-        self._tally.add_rows(self._key_of(row), 1, 0.0)
+        self._tally.add_rows((row.spec.tenant_id, self._version_digest, row.spec.priority), 1, row.device_s)
         request = self._requests[row.spec.request_id]
         request.live -= 1
+        request.device_s += row.device_s
+        request.tokens += row.tokens if row.device_s else 0
         if request.live:
             return
         del self._requests[row.spec.request_id]
@@ -76,6 +73,3 @@ class RowCharges:
                 version_digest=self._version_digest,
                 usage=Usage(prompt_tokens=request.tokens, output_tokens=0, device_s=request.device_s),
             )
-
-    def _key_of(self, row: LiveRow) -> Key:
-        return row.spec.tenant_id, self._version_digest, row.spec.priority

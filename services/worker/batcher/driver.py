@@ -23,14 +23,14 @@ from services.ports.clock import Clock
 from services.worker.batcher.batch_choice import BatchChoice
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import (
+from services.worker.batcher.policy.isolation import RunFailure, RunPlace
+from services.worker.batcher.policy.length_buckets import mixed_width
+from services.worker.batcher.policy.start import (
     MOST_BATCH_BYTES,
     MOST_PADDED_TOKENS,
     BatchLimits,
     Linger,
 )
-from services.worker.batcher.policy.isolation import RunFailure, RunPlace
-from services.worker.batcher.policy.length_buckets import mixed_width
 from services.worker.batcher.policy.window import DerivedWindow, Window
 from services.worker.batcher.runs import BatchRun, BatchRuns
 from services.worker.batcher.search import RowSearch, RowSearches
@@ -342,8 +342,6 @@ class Batcher:
             if (problem := event.problems.get(place)) is not None:
                 self._end(row, RowEnd(error=InvalidInput(problem), wait_s=wait_s), InvalidInput.reason)
                 continue
-            if self._context.telemetry is not None:
-                self._context.telemetry.answered(wait_s=wait_s, run_s=elapsed_s)
             outputs = tuple(event.outputs[place])
             first = row.spec.request_id not in explained
             explained.add(row.spec.request_id)
@@ -381,6 +379,8 @@ class Batcher:
                 width=run.width if self._model.has_tokens and not self._model.packs else 0,
                 most_rows=run.most_rows or self.limits.rows_at(run.width)[0],
                 cause=run.cause,
+                waited_s=sum(max(0.0, run.began_s - row.accepted_s) for row in ran),
+                run_s=elapsed_s,
             )
 
     # --- failures -------------------------------------------------------------------------------

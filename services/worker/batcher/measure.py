@@ -14,7 +14,7 @@ from typing import Final
 from services.worker.batcher.models.loading import row_of_zeros
 from services.worker.batcher.models.model import FixedCostModel
 from services.worker.batcher.models.rows import Padded
-from services.worker.batcher.policy.flush import MOST_BATCH_BYTES, MOST_PADDED_TOKENS, MOST_ROWS
+from services.worker.batcher.policy.start import MOST_BATCH_BYTES, MOST_PADDED_TOKENS, MOST_ROWS
 from services.worker.engine.load.memory_meter import MemoryMeter
 from services.worker.engine_protocol import RowCosts
 

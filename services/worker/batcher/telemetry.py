@@ -81,15 +81,26 @@ class BatcherTelemetry:
         self._waiting_s = instruments.seconds.cell(label, "waiting")
         self._computing_s = instruments.seconds.cell(label, "computing")
 
-    def ran(self, *, lengths: Sequence[int], width: int, most_rows: int, cause: str) -> None:
+    def ran(
+        self,
+        *,
+        lengths: Sequence[int],
+        width: int,
+        most_rows: int,
+        cause: str,
+        waited_s: float = 0.0,
+        run_s: float = 0.0,
+    ) -> None:
         """Count an answered batch. ``lengths`` are the tokens of each row; ``width`` is that of each padded
-        row, 0 without padding."""
+        row, 0 without padding; ``waited_s`` is the sum over the rows, ``run_s`` the time of the batch."""
         rows = len(lengths)
         self._rows.observe(rows)
         self._fill.observe(min(1.0, rows / most_rows))
         if width:
             self._padding.observe(1.0 - sum(lengths) / (width * rows))
         self._all.starts.add(self._label, cause)
+        self._waiting_s.value += waited_s
+        self._computing_s.value += rows * run_s
 
     def decided(self, *, width: int, linger_s: float) -> None:
         """Store the bound of the last decision. Widths are chosen anew now and then: old ones are dropped."""
@@ -97,11 +108,6 @@ class BatcherTelemetry:
         if key not in lingers and len(lingers) >= MOST_LINGERS:
             lingers.clear()
         lingers[key] = max(0.0, linger_s)
-
-    def answered(self, *, wait_s: float, run_s: float) -> None:
-        """Count an answered row."""
-        self._waiting_s.value += wait_s
-        self._computing_s.value += run_s
 
     def ended(self, reason: str) -> None:
         """Count a row that ended, answered or not."""

@@ -264,7 +264,7 @@ class GatewayNode:
         process, clock, supervisor = self._process, self._process.clock, self._process.supervisor
         fallback, self.leases = self.make_fallback(spec), self.make_leases()
         self.placement = MuxedPlacement(
-            links, clock, supervisor, process.rng, fallback=fallback, listener=self.leases
+            links, clock, supervisor, process.rng, fallback=fallback, on_frame=self.leases.on_frame
         )
         workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
         self.workers = self.make_workers(workers)

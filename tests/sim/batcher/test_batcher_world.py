@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from services.worker.batcher.policy.flush import BatchLimits
+from services.worker.batcher.policy.start import BatchLimits
 from services.worker.batcher.policy.window import DerivedWindow, FixedWindow, Window
 from simulator.batcher.costs import BatchCosts
 from simulator.batcher.curve import curves, picture

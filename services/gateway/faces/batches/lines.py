@@ -22,7 +22,7 @@ from services.gateway.faces.openai.rows import (
     embeddings_answer,
     embeddings_request,
 )
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.ports.clock import Clock
 from services.runtime.process.tenant_turns import LoopTurns
 
@@ -40,7 +40,7 @@ class HttpLines:
     """``LineCalls`` over the services of the HTTP API. A line's own class and key are replaced."""
 
     def __init__(
-        self, service: Completions, rows: RowsCalls, bodies: BodyReader, clock: Clock, ids: LineIds
+        self, service: Completions, rows: RowsService, bodies: BodyReader, clock: Clock, ids: LineIds
     ) -> None:
         self._service = service
         self._rows = rows

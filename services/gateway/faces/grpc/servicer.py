@@ -22,7 +22,7 @@ from services.gateway.faces.grpc.messages import (
     served_model,
 )
 from services.gateway.faces.grpc.session import MuxedSession
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
@@ -38,7 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(
         self,
         service: GatewayService,
-        rows: RowsCalls,
+        rows: RowsService,
         received: Callable[[], Received],
         *,
         heartbeat_s: float,

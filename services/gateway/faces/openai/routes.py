@@ -76,7 +76,7 @@ from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.event_ids import AnswerPosition, event_id_of
 from services.gateway.faces.transport.event_stream import CACHE_HIT, REPLAYED, EventStream, degraded_header
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.identity import model_not_found
@@ -113,7 +113,7 @@ ObserveExchange = Callable[[str, int, float], None]
 
 def build_app(
     service: Generations,
-    rows: RowsCalls,
+    rows: RowsService,
     batches: BatchService,
     identity: Authenticator,
     clock: Clock,
@@ -166,7 +166,7 @@ def build_app(
 
 def endpoints_of(
     service: Generations,
-    rows: RowsCalls,
+    rows: RowsService,
     batches: BatchService,
     clock: Clock,
     limits: HttpLimits,

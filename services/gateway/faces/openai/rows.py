@@ -30,10 +30,9 @@ from services.gateway.faces.openai.exchange import (
 from services.gateway.faces.openai.requests import PRIORITIES
 from services.gateway.faces.openai.types import UInt32, Unserved, parse_body
 from services.gateway.faces.transport.event_stream import REPLAYED
-from services.gateway.rows.calls import RowsCalls
 from services.gateway.rows.inputs import MAX_ROWS
 from services.gateway.rows.results import LABEL, PROBABILITIES, label_names
-from services.gateway.rows.service import Embeddings, Inferred, Scores
+from services.gateway.rows.service import Embeddings, Inferred, RowsService, Scores
 from services.gateway.rows.work import RowsAnswer
 from services.gateway.service_types import RowsMessage
 from services.ports.clock import Clock
@@ -335,7 +334,7 @@ def _usage(answer: RowsAnswer) -> dict[str, int]:
 class RowsFace:
     """The handlers of the routes."""
 
-    def __init__(self, service: RowsCalls, clock: Clock, limits: HttpLimits, bodies: BodyReader) -> None:
+    def __init__(self, service: RowsService, clock: Clock, limits: HttpLimits, bodies: BodyReader) -> None:
         self._service = service
         self._clock = clock
         self._limits = limits

@@ -36,7 +36,7 @@ from services.gateway.faces.predict.codecs import (
     metadata_of,
     require_ready,
 )
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 
 _encode: Final = msgspec.json.Encoder().encode
 _HEAD_LENGTH: Final = b"inference-header-content-length"
@@ -68,7 +68,7 @@ class PredictFace:
     """The handlers of the routes."""
 
     def __init__(
-        self, service: RowsCalls, limits: HttpLimits, bodies: BodyReader, not_ready: Callable[[], str]
+        self, service: RowsService, limits: HttpLimits, bodies: BodyReader, not_ready: Callable[[], str]
     ) -> None:
         self._service = service
         self._limits = limits

@@ -21,7 +21,7 @@ from services.gateway.faces.predict.codecs import (
     metadata_of,
     require_ready,
 )
-from services.gateway.rows.calls import RowsCalls
+from services.gateway.rows.service import RowsService
 from services.rpc import bounds
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.access import principal
@@ -36,7 +36,7 @@ _Answer = v2_pb2.ModelStreamInferResponse
 
 class PredictServicer(v2_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(
-        self, service: RowsCalls, received: Callable[[], Received], not_ready: Callable[[], str]
+        self, service: RowsService, received: Callable[[], Received], not_ready: Callable[[], str]
     ) -> None:
         self._service = service
         self._received = received

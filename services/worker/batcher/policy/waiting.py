@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.errors import DeadlineUnmeetable, FairwayError, QueueFull
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import BatchLimits, FlushCause, WaitingGroup
+from services.worker.batcher.policy.start import BatchLimits, StartCause, WaitingGroup
 
 MOST_WAITING: Final = 4096  # rows
 
@@ -40,27 +41,6 @@ class WaitingRow:
         return min(self.answer_by_s, self.deadline_s)
 
 
-@dataclass(frozen=True, slots=True)
-class RowAccepted:
-    """The row waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class TooManyRows:
-    """The queue is full."""
-
-    most_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class TooLate:
-    """The row would be answered only ``predicted_s`` from now."""
-
-    predicted_s: float
-    left_s: float
-
-
-Admission = RowAccepted | TooManyRows | TooLate
 Tags = Mapping[int, float]  # start tags of ``turns`` by row: the order while tenants share the device
 _Group = tuple[BatchKey, int]
 _Entry = tuple[float, int, WaitingRow]
@@ -102,19 +82,22 @@ class WaitingRows:
         now_s: float,
         busy_until_s: float = 0.0,
         transport_s: float = 0.0,
-    ) -> Admission:
-        """Add the row, unless the queue is full or its deadline cannot be met."""
+    ) -> FairwayError | None:
+        """Add the row, or return why it is not: the queue is full, or its deadline cannot be met."""
         if len(self) >= self._most_rows:
-            return TooManyRows(self._most_rows)
+            return QueueFull(f"{self._most_rows} rows wait on this worker")
         if row.deadline_s != float("inf"):
             start_s = max(0.0, busy_until_s - now_s) + self._ahead_s(row, curve, limits)
             predicted_s = start_s + curve.mean_s(row.width, 1) + transport_s
             if now_s + predicted_s > row.deadline_s:
-                return TooLate(predicted_s, row.deadline_s - now_s)
+                return DeadlineUnmeetable(
+                    f"the row would be answered in {predicted_s:.3f} s; "
+                    f"the deadline is in {row.deadline_s - now_s:.3f} s"
+                )
         insort(self._groups.setdefault((row.key, row.width), []), (row.due_s, row.number, row))
         self._places[row.number] = row
         self._of_tenant[row.tenant] += 1
-        return RowAccepted()
+        return None
 
     def remove(self, numbers: Iterable[int]) -> None:
         """Remove rows that run, or were cancelled; others are ignored."""
@@ -219,7 +202,7 @@ def mean_width(rows: Sequence[WaitingRow]) -> float:
 
 def fitting(
     rows: Sequence[WaitingRow], limits: BatchLimits, *, others: int = 0, other_tokens: int = 0
-) -> tuple[int, FlushCause | None]:
+) -> tuple[int, StartCause | None]:
     """Return how many of the first rows fit a batch by what each of them has, and which budget leaves the
     next one out; None: all fit.
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve
-from services.worker.batcher.policy.flush import Device, Flush, FlushCause, Linger, WaitingGroup, decide
 from services.worker.batcher.policy.linger import Expected, LingerBound
+from services.worker.batcher.policy.start import Device, Linger, Start, StartCause, WaitingGroup, decide
 
 
 class Window(Protocol):
@@ -19,13 +19,13 @@ class Window(Protocol):
 
     def decide(
         self, group: WaitingGroup, device: Device, expected: Expected, now_s: float
-    ) -> Flush | Linger: ...
+    ) -> Start | Linger: ...
 
 
 class DerivedWindow:
     """The production policy."""
 
-    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
+    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Start | Linger:
         return decide(group, device, expected, now_s)
 
 
@@ -35,13 +35,13 @@ class FixedWindow:
 
     window_s: float
 
-    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
+    def decide(self, group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Start | Linger:
         most, limit = device.rows_of(group)
         until_s = group.oldest_s + self.window_s
         bound = LingerBound(until_s - now_s, 0.0, 0.0, 0.0, group.rows)
         if group.rows >= most:
-            return Flush(most, limit, bound)
-        return Flush(group.rows, FlushCause.LINGER, bound) if until_s <= now_s else Linger(until_s, bound)
+            return Start(most, limit, bound)
+        return Start(group.rows, StartCause.LINGER, bound) if until_s <= now_s else Linger(until_s, bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Decided:
 
     key: BatchKey
     group: WaitingGroup
-    found: Flush | Linger
+    found: Start | Linger
     expected: Expected
 
 
@@ -68,7 +68,7 @@ def first_to_start(decided: Iterable[Decided], curve: CostCurve, now_s: float) -
                 waits, until_s = each, each.found.until_s
             continue
         if waits is not None and until_s < now_s + curve.mean_s(each.group.width, each.found.rows):
-            flush = Flush(waits.group.rows, FlushCause.LINGER, waits.found.bound)
-            return replace(waits, found=flush)
+            start = Start(waits.group.rows, StartCause.LINGER, waits.found.bound)
+            return replace(waits, found=start)
         return each
     return waits

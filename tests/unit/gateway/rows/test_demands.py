@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.core.fixed_cost.rows import RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.records import Priority
-from services.gateway.rows.demands import SlotDemands
+from services.gateway.rows.leases import SlotDemands
 from tests.support.clocks import HandClock
 
 

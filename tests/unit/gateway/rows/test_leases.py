@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.core.fixed_cost.slots import SlotLease, SlotReturn
-from services.core.fleet import PoolMember
+from services.core.fleet import PlacementFrame, PoolMember
 from services.core.generation import NotAdmittedReason
 from services.gateway.rows.leases import CLOSED_S, FULL_S, AloneSettings, GatewayLeases
 from tests.support.clocks import HandClock
@@ -79,8 +79,8 @@ def test_a_worker_that_refuses_is_left_out_for_a_while() -> None:
 
 def test_without_a_leader_a_quarter_of_the_slots_of_the_last_list_may_be_used() -> None:
     leases, clock = leases_with()
-    leases.on_members([MEMBER, replace(MEMBER, digest="sha256:tokens", row_slots=0)])
-    leases.on_leader()
+    tokens = replace(MEMBER, digest="sha256:tokens", row_slots=0)
+    leases.on_frame(PlacementFrame(1, members=(MEMBER, tokens)))
     assert leases.choose_alone(DIGEST, ()) is None, "a leader answers"
     clock.now_s += 1.5
     count = 0

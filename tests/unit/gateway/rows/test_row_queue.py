@@ -58,11 +58,11 @@ def test_without_a_leader_tenants_take_turns_by_weight() -> None:
         queue.push(queued(number + 100, "three"))
     weights, started = {"one": 1.0, "three": 3.0}, {"one": 0, "three": 0}
     for _ in range(20):
-        tenant = queue.by_service()[0]
+        tenant = queue.by_turn()[0]
         assert queue.first(tenant) is not None
         queue.pop(tenant)
-        queue.charge(tenant, 1 / weights[tenant])
+        queue.turns.started({tenant: 1 / weights[tenant]})
         started[tenant] += 1
     assert started == pytest.approx({"one": 5, "three": 15}, abs=1)
     queue.push(queued(500, "new"))
-    assert queue.by_service().index("new") <= 2, "a tenant that begins starts from the least served"
+    assert queue.by_turn().index("new") <= 2, "a tenant that begins starts from the least served"

@@ -13,9 +13,8 @@ from services.core.errors import DeadlineUnmeetable, Overloaded, QueueFull, Shar
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.records import Priority
-from services.gateway.rows.explanations import RowExplanations
 from services.gateway.rows.leases import GatewayLeases
-from services.gateway.rows.runner import LeasedRows, RowLimits
+from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.ports.worker import RowSink
 from services.runtime.supervisor import Supervisor
 from tests.support.clocks import HandClock

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from services.core.errors import FairwayError, InternalError, InvalidInput, PromptTooLong, UnsupportedFeature
 from services.core.fixed_cost.rows import RawTensor, RowEnd
 from services.core.fixed_cost.signature import ANY, Operation, Signature, TensorSpec
-from services.gateway.rows.tensors import check_outputs, output_tensors, tensor_rows
+from services.gateway.rows.inputs import check_outputs, output_tensors, tensor_rows
 
 IDS = TensorSpec("input_ids", "INT64", (ANY,), has_length=True)
 TYPES = TensorSpec("token_type_ids", "INT64", (ANY,), has_length=True, optional=True)

@@ -9,7 +9,7 @@ import pytest
 
 from services.core.errors import InvalidInput, PromptTooLong
 from services.gateway.rows import inputs
-from services.gateway.rows.texts import PORTION_BYTES, PORTION_ROWS, text_rows
+from services.gateway.rows.inputs import PORTION_BYTES, PORTION_ROWS, text_rows
 from services.gateway.text.text_model import EncodedRows, RowTexts, SamplingDefaults, TextModel
 
 MODEL = TextModel("sha256:x", 10, 600_000, 4, SamplingDefaults(), depends_on_time=False)

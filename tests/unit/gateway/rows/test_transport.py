@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.rows.transport import WorkerTransport
+from services.gateway.rows.runner import WorkerTransport
 
 
 def test_the_level_is_within_what_was_observed_of_that_worker() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from services.core.errors import FailedPrecondition, InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.signature import Operation
-from services.gateway.rows.texts import text_rows
+from services.gateway.rows.inputs import text_rows
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.row_encoder import RowEncoder, load_version, rows_of
 from services.gateway.text.text_model import RowTexts

@@ -1,4 +1,4 @@
-"""A small fleet on a hand clock: the production lessor and gateway leases, model workers, delayed messages.
+"""A small fleet on a hand clock: the production pools and gateway leases, model workers, delayed messages.
 
 Every message of a stream arrives in order after a random delay. Workers run batches of what waits, first come
 first served, and their rows take the device time of their tenant. Tenants are closed loops: a row that ended
@@ -19,13 +19,12 @@ from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
-from services.gateway.rows.demands import SlotDemands
-from services.gateway.rows.leases import GatewayLeases, SlotsHere
+from services.gateway.rows.leases import GatewayLeases, SlotDemands, SlotsHere
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.policy.step_time import StepTimes
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
-from services.scheduler.slots.lessor import SlotLessor
+from services.scheduler.slots.pools import SlotPools
 from tests.support.clocks import HandClock
 
 DIGEST = "sha256:" + "a" * 64
@@ -259,17 +258,17 @@ class ModelRowGateway:
 class ModelLeader:
     """The part of a term that leases slots."""
 
-    lessor_type: type[SlotLessor] = SlotLessor
+    pools_type: type[SlotPools] = SlotPools
 
     def __init__(self, fleet: SlotFleet, epoch: int) -> None:
         self.fleet = fleet
         self.epoch = epoch
         self.view = FleetView(epoch, FleetLimits(), StepTimes())
         self.ledger = ServiceLedger(LedgerPolicy())
-        self.lessor = fleet.lessor_type(self.view, self.ledger.shares)
+        self.pools = fleet.pools_type(self.view, self.ledger.shares)
 
     def demand(self, gateway: ModelRowGateway, demands: list[SlotDemand], returned: list[SlotReturn]) -> None:
-        self.lessor.demand(gateway.gateway_id, "", demands, returned, self.fleet.clock.now_s)
+        self.pools.demand(gateway.gateway_id, "", demands, returned, self.fleet.clock.now_s)
 
     def report(self, stream: int, snapshot: ReportSnapshot) -> None:
         now_s = self.fleet.clock.now_s
@@ -278,20 +277,20 @@ class ModelLeader:
         except Conflict:
             return
         self.ledger.report(snapshot)
-        self.lessor.reported(snapshot, now_s)
-        self.lessor.changed(changed)
+        self.pools.reported(snapshot, now_s)
+        self.pools.changed(changed)
 
     def step(self) -> None:
         now_s = self.fleet.clock.now_s
-        self.lessor.changed(self.view.expire(now_s))
+        self.pools.changed(self.view.expire(now_s))
         self.ledger.expire(now_s)
-        self.lessor.run(now_s)
-        for gateway_id in self.lessor.take_gateways():
-            leases = self.lessor.take_leases(gateway_id, now_s)
+        self.pools.run(now_s)
+        for gateway_id in self.pools.take_gateways():
+            leases = self.pools.take_leases(gateway_id, now_s)
             gateway = self.fleet.gateway(gateway_id)
             if gateway.alive:
                 gateway.down.send(lambda gateway=gateway, leases=leases: gateway.leases.on_leases(leases))  # type: ignore[misc]
-        self.lessor.check_integrity()
+        self.pools.check_integrity()
 
 
 @dataclass(eq=False)
@@ -300,7 +299,7 @@ class SlotFleet:
     tenants: dict[str, Tenant]
     row_slots: tuple[int, ...] = (32, 32)
     gateways_of: tuple[tuple[str, ...], ...] = ()  # tenants of each gateway
-    lessor_type: type[SlotLessor] = SlotLessor
+    pools_type: type[SlotPools] = SlotPools
     clock: HandClock = field(default_factory=HandClock)
     served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # device seconds
     finished: Counter[str] = field(default_factory=Counter)
@@ -333,7 +332,7 @@ class SlotFleet:
     def lose_worker(self, worker: ModelRowWorker) -> None:
         """It and its rows are gone; its gateways observe that at once."""
         worker.alive = False
-        self.leader.lessor.changed(self.leader.view.close_stream(worker.stream))
+        self.leader.pools.changed(self.leader.view.close_stream(worker.stream))
         rows, worker.waiting, worker.batch = [*worker.waiting, *worker.batch], [], []
         for row in rows:
             row.gateway.back(row, lambda row=row: row.gateway.refused(row, NotAdmittedReason.NOT_READY))  # type: ignore[misc]
@@ -347,7 +346,7 @@ class SlotFleet:
         """Its rows that no batch contains are dropped by the workers."""
         gateway.alive = False
         gateway.connection += 1
-        self.leader.lessor.disconnect(gateway.gateway_id)
+        self.leader.pools.disconnect(gateway.gateway_id)
         for worker in self.workers:
             worker.waiting = [row for row in worker.waiting if row.gateway is not gateway]
         for wire in (gateway.up, gateway.down, gateway.from_workers, *gateway.to_workers.values()):
@@ -385,14 +384,14 @@ class SlotFleet:
 
     def check(self) -> None:
         """No worker is over-leased: neither by what the leader holds, nor by what gateways may use."""
-        pool = self.leader.lessor._pools.get(DIGEST)
+        pool = self.leader.pools._pools.get(DIGEST)
         for worker in self.workers:
             held = (
                 0
                 if pool is None
                 else sum(
                     lease.held
-                    for lease in pool.book.on(worker.worker_id).values()
+                    for lease in pool.leases.on(worker.worker_id).values()
                     if lease.worker.incarnation == worker.incarnation
                 )
             )

@@ -1,4 +1,4 @@
-"""The lease book in random histories: what may be in flight on a worker never exceeds its slots."""
+"""The lease leases in random histories: what may be in flight on a worker never exceeds its slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.core.fixed_cost.slots import SlotLease, SlotReturn
-from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
+from services.scheduler.slots.leases import LeaseTerms, RowWorker, VersionLeases
 
 DIGEST = "sha256:" + "a" * 64
 PARTIES = [("g0", "acme"), ("g1", "beta")]
@@ -17,34 +17,34 @@ PICK = st.integers(0, 1)
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """A book, and gateways that use all that their last received lease allows. Messages may be delayed by
+    """A leases, and gateways that use all that their last received lease allows. Messages may be delayed by
     the margin, and rows end when the machine says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 100.0
         self.terms = LeaseTerms()
-        self.book = LeaseBook(DIGEST, 7, self.terms, itertools.count(1))
+        self.leases = VersionLeases(DIGEST, 7, self.terms, itertools.count(1))
         self.workers = [RowWorker("w0", "a:1", 1, 8)]
         self.sent: dict[str, list[tuple[float, SlotLease]]] = {"g0": [], "g1": []}
-        # By party and worker: the lease, when it lapses, and rows in flight.
+        # By holder and worker: the lease, when it lapses, and rows in flight.
         self.held: dict[tuple[str, str, str], tuple[SlotLease, float]] = {}
         self.in_flight: dict[tuple[str, str, str], int] = {}
 
     @rule(pick=PICK, slots=st.sampled_from([0, 2, 8]))
     def put(self, pick: int, slots: int) -> None:
-        party, worker = PARTIES[pick], self.workers[0]
-        self.book.observe(self.workers, self.now_s)
-        lease = self.book.of(party).get(worker.worker_id)
+        holder, worker = PARTIES[pick], self.workers[0]
+        self.leases.observe(self.workers, self.now_s)
+        lease = self.leases.of(holder).get(worker.worker_id)
         has = 0 if lease is None else lease.slots
-        most = has + self.book.room_for(party, worker)
+        most = has + self.leases.room_for(holder, worker)
         if min(slots, most) != has:
-            self.book.put(party, worker, min(slots, most))
+            self.leases.put(holder, worker, min(slots, most))
 
     @rule(arrives=st.booleans())
     def send(self, arrives: bool) -> None:
         for gateway, sent in self.sent.items():
-            sent += [(self.now_s, lease) for lease in self.book.take(gateway, 99, self.now_s)]
+            sent += [(self.now_s, lease) for lease in self.leases.take(gateway, 99, self.now_s)]
             if arrives:
                 self.receive(gateway)
 
@@ -71,7 +71,7 @@ class LeaseMachine(RuleBasedStateMachine):
             gateway, tenant, worker_id = key
             lease = self.held[key][0]
             self.in_flight[key] = min(self.in_flight.get(key, 0), lease.slots)
-            self.book.returned(gateway, SlotReturn(worker_id, DIGEST, tenant, lease.number))
+            self.leases.returned(gateway, SlotReturn(worker_id, DIGEST, tenant, lease.number))
 
     @rule(seconds=st.sampled_from([0.4, 1.0, 2.5]))
     def wait(self, seconds: float) -> None:
@@ -83,20 +83,20 @@ class LeaseMachine(RuleBasedStateMachine):
         for key, (_, until_s) in self.held.items():
             if until_s <= self.now_s:
                 self.in_flight[key] = 0
-        self.book.settle(self.now_s)
-        self.book.renew(self.now_s)
+        self.leases.settle(self.now_s)
+        self.leases.renew(self.now_s)
 
     @rule(gateway=st.sampled_from(["g0", "g1"]))
     def disconnect(self, gateway: str) -> None:
         """The stream breaks: what was sent is lost, what was received may be used until it lapses."""
-        self.book.disconnect(gateway)
+        self.leases.disconnect(gateway)
         self.sent[gateway].clear()
 
     @invariant()
     def nothing_is_over_leased(self) -> None:
-        self.book.check_integrity()
+        self.leases.check_integrity()
         for worker in self.workers:
-            held = sum(lease.held for lease in self.book.on(worker.worker_id).values())
+            held = sum(lease.held for lease in self.leases.on(worker.worker_id).values())
             assert held <= worker.row_slots
             usable = 0
             for key in {*self.held, *self.in_flight}:
@@ -125,7 +125,7 @@ def lease_to_other(machine: LeaseMachine) -> int:
     machine.put(1, 8)
     machine.send(arrives=True)
     machine.nothing_is_over_leased()
-    return machine.book.slots_of(PARTIES[1])
+    return machine.leases.slots_of(PARTIES[1])
 
 
 def test_slots_are_free_when_the_gateway_returned_the_newest_lease() -> None:

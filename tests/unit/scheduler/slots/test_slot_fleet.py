@@ -96,7 +96,7 @@ def test_a_gateway_without_a_leader_uses_its_leases_until_they_lapse() -> None:
     fleet.run(1.0)
     cut = fleet.gateways[0]
     cut.up.is_open = cut.down.is_open = False
-    fleet.leader.lessor.disconnect(cut.gateway_id)
+    fleet.leader.pools.disconnect(cut.gateway_id)
     fleet.run(1.0)
     assert cut.leases.choose(DIGEST, "acme", ()) is not None or cut.ended_rows
     fleet.run(1.5)
@@ -111,9 +111,9 @@ def test_leases_of_a_lost_gateway_lapse_and_are_leased_to_others() -> None:
     fleet.lose_gateway(fleet.gateways[0])
     terms = LeaseTerms()
     fleet.run(terms.hold_s + 0.5)
-    book = fleet.leader.lessor._pools[DIGEST].book
-    assert book.slots_of(("g1", "acme")) == 60, "all of 64 but those for newcomers"
-    assert not book.of(("g0", "acme"))
+    leases = fleet.leader.pools._pools[DIGEST].leases
+    assert leases.slots_of(("g1", "acme")) == 60, "all of 64 but those for newcomers"
+    assert not leases.of(("g0", "acme"))
 
 
 def test_demands_of_a_gateway_that_is_lost_without_notice_end() -> None:
@@ -122,7 +122,7 @@ def test_demands_of_a_gateway_that_is_lost_without_notice_end() -> None:
     lost = fleet.gateways[0]
     lost.alive = lost.up.is_open = lost.down.is_open = False  # the leader's stream stays open
     fleet.run(DEMAND_TTL_S + LeaseTerms().hold_s + 1.0)
-    assert fleet.leader.lessor._pools[DIGEST].book.slots_of(("g1", "acme")) == 60
+    assert fleet.leader.pools._pools[DIGEST].leases.slots_of(("g1", "acme")) == 60
 
 
 def test_demands_of_a_gateway_that_does_not_repeat_last_as_long_as_its_stream() -> None:
@@ -131,8 +131,8 @@ def test_demands_of_a_gateway_that_does_not_repeat_last_as_long_as_its_stream() 
     for gateway in fleet.gateways:
         gateway.repeats = False
     fleet.run(2 * DEMAND_TTL_S)
-    book = fleet.leader.lessor._pools[DIGEST].book
-    assert book.slots_of(("g0", "acme")) + book.slots_of(("g1", "acme")) == 60
+    leases = fleet.leader.pools._pools[DIGEST].leases
+    assert leases.slots_of(("g0", "acme")) + leases.slots_of(("g1", "acme")) == 60
 
 
 def test_a_worker_that_joins_relieves_those_that_are_loaded() -> None:
@@ -141,9 +141,9 @@ def test_a_worker_that_joins_relieves_those_that_are_loaded() -> None:
     fleet.run(1.0)
     fleet.restart_worker(fleet.workers[1])
     fleet.run(3.0)
-    book = fleet.leader.lessor._pools[DIGEST].book
-    assert book.slots_on("w0") + book.slots_on("w1") == 24, "twice the rows"
-    assert 9 <= book.slots_on("w1") <= 15
+    leases = fleet.leader.pools._pools[DIGEST].leases
+    assert leases.slots_on("w0") + leases.slots_on("w1") == 24, "twice the rows"
+    assert 9 <= leases.slots_on("w1") <= 15
 
 
 @pytest.mark.parametrize("seed", range(8))

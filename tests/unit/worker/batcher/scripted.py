@@ -12,7 +12,7 @@ from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
 from services.core.fixed_cost.signature import Operation, TensorSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
-from services.worker.batcher.arriving_rows import FIRST_ROWS
+from services.worker.batcher.batch_choice import FIRST_ROWS
 from services.worker.batcher.charges import RowCharges
 from services.worker.batcher.driver import Batcher, BatcherContext
 from services.worker.batcher.policy.isolation import RunPlace

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.batcher.condemned import KEPT_S, MOST_KEPT, CondemnedRows
 from services.worker.batcher.policy.isolation import RunFailure
+from services.worker.batcher.search import KEPT_S, MOST_KEPT, CondemnedRows
 from tests.unit.worker.batcher.scripted import DIGEST, vector
 
 

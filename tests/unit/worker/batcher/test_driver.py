@@ -13,7 +13,7 @@ from services.core.fixed_cost.rows import RawTensor
 from services.core.poison.suspicion import LossCause
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
-from services.worker.batcher.policy.flush import MOST_BATCH_BYTES
+from services.worker.batcher.policy.start import MOST_BATCH_BYTES
 from services.worker.batcher.telemetry import BatcherTelemetry, BatchInstruments
 from services.worker.engine_protocol import RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import (

@@ -7,7 +7,7 @@ import pytest
 from services.core.fixed_cost.rows import RawTensor
 from services.core.fixed_cost.signature import ANY, Operation, TensorSpec
 from services.core.poison.suspicion import LossCause
-from services.worker.batcher.arriving_rows import FIRST_ROWS, ROWS_PER_CHOICE, ArrivingRows
+from services.worker.batcher.batch_choice import FIRST_ROWS, ROWS_PER_CHOICE, ArrivingRows
 from services.worker.engine_protocol import RowCosts, RowModel
 from tests.unit.worker.batcher.scripted import SACRIFICIAL, SERVING, Scripted
 

@@ -12,7 +12,7 @@ from services.worker.batcher.measure import MeasuredModel, measure
 from services.worker.batcher.models.model import ModelFacts, Outputs, Pause, no_pause
 from services.worker.batcher.models.rows import Batch, Row
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import MOST_BATCH_BYTES, BatchLimits
+from services.worker.batcher.policy.start import MOST_BATCH_BYTES, BatchLimits
 from tests.support.clocks import HandClock
 
 PIXEL_S, PIXEL_BYTES = 1e-6, 256

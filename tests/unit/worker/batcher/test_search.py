@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.core.poison.suspicion import LossCause
-from services.worker.batcher.condemned import KEPT_S
 from services.worker.batcher.driver import RESTART_S, SEARCH_RESTART_S
+from services.worker.batcher.search import KEPT_S
 from services.worker.engine_protocol import BatchRan
 from tests.unit.worker.batcher.scripted import SACRIFICIAL, SERVING, Scripted, fill, vector
 

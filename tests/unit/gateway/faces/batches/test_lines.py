@@ -22,7 +22,7 @@ CALLER = Principal("k", KeyRole.TENANT, "acme")
 
 
 class WaitingRows:
-    """``RowsCalls`` whose rows waited in the queue and for the engine."""
+    """Rows that waited in the queue and for the engine."""
 
     async def embed(self, principal: Principal, request: Any, *, received: Received) -> Embeddings:
         self.received = received

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.preemption import LongBatch
+from services.worker.batcher.policy.start import LongBatch
 
 CURVE = CostCurve(CostPrior(batch_s=0.001, row_s=0.0, token_s=0.0001))
 

@@ -7,15 +7,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.core.errors import DeadlineUnmeetable
 from services.core.fixed_cost.signature import Operation
 from services.worker.batcher.policy.batch_key import BatchKey
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import BatchLimits, WaitingGroup
+from services.worker.batcher.policy.start import BatchLimits, WaitingGroup
 from services.worker.batcher.policy.waiting import (
-    Admission,
-    RowAccepted,
-    TooLate,
-    TooManyRows,
     WaitingRow,
     WaitingRows,
 )
@@ -33,8 +30,10 @@ def row(number: int, **changes: Any) -> WaitingRow:
     return WaitingRow(number, **fields, answer_by_s=by_s, target_s=by_s - fields["arrived_s"])
 
 
-def add(waiting: WaitingRows, *rows: WaitingRow, **more: float) -> list[Admission]:
-    return [waiting.add(each, CURVE, LIMITS, now_s=0.0, **more) for each in rows]
+def add(waiting: WaitingRows, *rows: WaitingRow, **more: float) -> list[str]:
+    """Add the rows; return the reason of each that is refused, empty of each that waits."""
+    errors = (waiting.add(each, CURVE, LIMITS, now_s=0.0, **more) for each in rows)
+    return ["" if error is None else error.reason for error in errors]
 
 
 def numbers(waiting: WaitingRows, rows: int = 100) -> list[int]:
@@ -43,9 +42,9 @@ def numbers(waiting: WaitingRows, rows: int = 100) -> list[int]:
 
 def test_it_is_bounded() -> None:
     waiting = WaitingRows(most_rows=2)
-    assert add(waiting, row(0), row(1), row(2)) == [RowAccepted(), RowAccepted(), TooManyRows(2)]
+    assert add(waiting, row(0), row(1), row(2)) == ["", "", "QUEUE_FULL"]
     waiting.remove([0, 0, 77])
-    assert add(waiting, row(3)) == [RowAccepted()]
+    assert add(waiting, row(3)) == [""]
 
 
 def test_tags_order_rows_and_deadlines_those_of_one_tag() -> None:
@@ -59,15 +58,15 @@ def test_tags_order_rows_and_deadlines_those_of_one_tag() -> None:
 
 def test_what_cannot_be_in_time_is_rejected_with_the_time() -> None:
     waiting = WaitingRows()
-    assert add(waiting, row(0, deadline_s=0.005)) == [TooLate(11e-3, 0.005)]
-    assert add(waiting, row(1, deadline_s=0.02)) == [RowAccepted()]
-    (found,) = add(waiting, row(2, deadline_s=0.02), busy_until_s=0.015)
-    assert isinstance(found, TooLate)
+    refused = waiting.add(row(0, deadline_s=0.005), CURVE, LIMITS, now_s=0.0)
+    assert refused is not None
+    assert refused.message == "the row would be answered in 0.011 s; the deadline is in 0.005 s"
+    assert add(waiting, row(1, deadline_s=0.02)) == [""]
+    assert add(waiting, row(2, deadline_s=0.02), busy_until_s=0.015) == [DeadlineUnmeetable.reason]
     ahead = [row(number, by_s=0.035, key=KEYS[1]) for number in range(10, 30)]
     add(waiting, *ahead)
-    (found,) = add(waiting, row(3, by_s=0.9, deadline_s=0.04))
-    assert isinstance(found, TooLate)
-    assert add(waiting, row(4, by_s=0.03, deadline_s=0.04)) == [RowAccepted()]  # it goes first
+    assert add(waiting, row(3, by_s=0.9, deadline_s=0.04)) == [DeadlineUnmeetable.reason]
+    assert add(waiting, row(4, by_s=0.03, deadline_s=0.04)) == [""]  # it goes first
     assert {each.number for each in waiting.unmeetable(CURVE, now_s=0.015)} == {1}
 
 
@@ -136,7 +135,7 @@ def test_no_row_is_lost_or_doubled(steps: list[tuple[bool, int, int, int, float]
         if adds:
             number += 1
             (found,) = add(waiting, row(number, key=KEYS[key], width=width, by_s=due_s))
-            if found == RowAccepted():
+            if not found:
                 expected.add(number)
         else:
             waiting.remove([target])

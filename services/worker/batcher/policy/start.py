@@ -1,4 +1,7 @@
-"""When an idle device starts a batch, and why; every batch records its cause. Pure."""
+"""When an idle device starts a batch, and why; and which rows run between the layers of a long one. Pure.
+
+Every batch records its cause.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ MOST_BATCH_BYTES: Final = 32 * 1024 * 1024  # most bytes of one batch's inputs
 TURN_LOSS_RATIO: Final = 0.1  # share of a device's throughput that shorter turns of tenants may cost
 
 
-class FlushCause(StrEnum):
+class StartCause(StrEnum):
     """Why a batch started."""
 
     FULL = "full"  # the batch may have no more rows
@@ -51,35 +54,35 @@ class BatchLimits:
     # Most bytes of one batch's inputs.
     input_bytes: int = 0
 
-    def rows_at(self, width: int) -> tuple[int, FlushCause]:
+    def rows_at(self, width: int) -> tuple[int, StartCause]:
         """Return the most rows of this width, at least 1, and which limit it is."""
         return self.rows_like(1, width, 0)
 
-    def rows_like(self, rows: int, tokens: int, input_bytes: int) -> tuple[int, FlushCause]:
+    def rows_like(self, rows: int, tokens: int, input_bytes: int) -> tuple[int, StartCause]:
         """Return the most rows like these, at least 1, and which limit it is.
 
         These ``rows`` have so many padded tokens and bytes of inputs in all. A batch of all of them is within
         the limits if the answer is at least ``rows``.
         """
-        found, cause = self.rows, FlushCause.FULL
+        found, cause = self.rows, StartCause.FULL
         for budget, used, limit in self._budgets(rows, tokens, input_bytes):
             if budget and used and budget * rows // used < found:
                 found, cause = budget * rows // used, limit
         return max(1, found), cause
 
-    def exceeded(self, rows: int, tokens: int, input_bytes: int) -> FlushCause | None:
+    def exceeded(self, rows: int, tokens: int, input_bytes: int) -> StartCause | None:
         """Return the budget that a batch of so many rows, tokens and bytes in all exceeds; None: none."""
         for budget, used, limit in self._budgets(rows, tokens, input_bytes):
             if budget and used > budget:
                 return limit
         return None
 
-    def _budgets(self, rows: int, tokens: int, input_bytes: int) -> tuple[tuple[int, int, FlushCause], ...]:
+    def _budgets(self, rows: int, tokens: int, input_bytes: int) -> tuple[tuple[int, int, StartCause], ...]:
         """Return each budget, what these rows use of it, and the cause that names it."""
         return (
-            (self.padded_tokens, tokens, FlushCause.TOKENS),
-            (self.memory_bytes, rows * self.row_bytes + tokens * self.token_bytes, FlushCause.MEMORY),
-            (self.input_bytes, input_bytes, FlushCause.BYTES),
+            (self.padded_tokens, tokens, StartCause.TOKENS),
+            (self.memory_bytes, rows * self.row_bytes + tokens * self.token_bytes, StartCause.MEMORY),
+            (self.input_bytes, input_bytes, StartCause.BYTES),
         )
 
 
@@ -109,20 +112,20 @@ class Device:
     draining: bool = False
     turn_s: float = math.inf  # what a batch of several rows may take
 
-    def rows_at(self, width: int) -> tuple[int, FlushCause]:
+    def rows_at(self, width: int) -> tuple[int, StartCause]:
         """Return the most rows of this width, at least 1, and which limit it is."""
         return self._within_turn(width, *self.limits.rows_at(width))
 
-    def rows_of(self, group: WaitingGroup) -> tuple[int, FlushCause]:
+    def rows_of(self, group: WaitingGroup) -> tuple[int, StartCause]:
         """Return the most rows like those of the group, at least 1, and which limit it is."""
         tokens = group.tokens if group.mixed else group.width * group.rows
         return self._within_turn(group.width, *self.limits.rows_like(group.rows, tokens, group.input_bytes))
 
-    def _within_turn(self, width: int, most: int, cause: FlushCause) -> tuple[int, FlushCause]:
+    def _within_turn(self, width: int, most: int, cause: StartCause) -> tuple[int, StartCause]:
         if most == 1 or self.turn_s == math.inf:
             return most, cause
         turn = self._turn_rows(width, most)
-        return (turn, FlushCause.TURN) if turn < most else (most, cause)
+        return (turn, StartCause.TURN) if turn < most else (most, cause)
 
     def _turn_rows(self, width: int, most: int) -> int:
         """Return the rows of a turn: no more than make a row cost ``TURN_LOSS_RATIO`` above the least.
@@ -147,11 +150,11 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Flush:
+class Start:
     """Start a batch of the group's first ``rows`` rows."""
 
     rows: int
-    cause: FlushCause
+    cause: StartCause
     bound: LingerBound
 
 
@@ -163,7 +166,7 @@ class Linger:
     bound: LingerBound
 
 
-def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Flush | Linger:
+def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float) -> Start | Linger:
     """Return whether an idle device starts a batch of this group now."""
     most, limit = device.rows_of(group)
     rows = min(group.rows, most)
@@ -178,13 +181,48 @@ def decide(group: WaitingGroup, device: Device, expected: Expected, now_s: float
         level=device.level,
     )
     if group.rows >= most:
-        return Flush(rows, limit, bound)
+        return Start(rows, limit, bound)
     if device.draining:
-        return Flush(rows, FlushCause.DRAIN, bound)
+        return Start(rows, StartCause.DRAIN, bound)
     if bound.linger_s < LEAST_WAIT_S:
-        late = FlushCause.DEADLINE if group.deadline_s < group.answer_by_s else FlushCause.LINGER
-        return Flush(rows, late, bound)
+        late = StartCause.DEADLINE if group.deadline_s < group.answer_by_s else StartCause.LINGER
+        return Start(rows, late, bound)
     wait_s = worthwhile_wait_s(device.curve, width=group.width, rows=rows, most_rows=most, expected=expected)
     if wait_s <= 0.0:
-        return Flush(rows, FlushCause.IDLE, bound)
+        return Start(rows, StartCause.IDLE, bound)
     return Linger(now_s + min(wait_s, bound.linger_s), bound)
+
+
+@dataclass(frozen=True, slots=True)
+class LongBatch:
+    """A batch that runs, between whose layers rows of other tenants may run.
+
+    Such a row waits for one layer in place of the batch's end, and delays the batch by what it takes itself.
+    ``whole_s`` is its predicted time without others, ``left_s`` what is left of it.
+
+    ``lent_s``: what batches between its layers were predicted to take so far.
+    """
+
+    rows: int
+    whole_s: float
+    left_s: float
+    lent_s: float
+
+    @property
+    def most_s(self) -> float:
+        """What a batch between its layers may take; 0: there is no time for one.
+
+        All of them take no longer than the batch itself, whose tenant keeps half of the device. One that
+        takes longer than what is left would be answered earlier after the end.
+        """
+        return max(0.0, min(self.left_s, self.whole_s - self.lent_s))
+
+    def rows_between(self, curve: CostCurve, *, width: int, rows: int) -> int:
+        """Return how many of so many rows to run between its layers; 0: none, that does not pay.
+
+        It pays where it lowers the sum of the latencies of these rows and those of the batch.
+        """
+        count = bisect_right(range(1, rows + 1), self.most_s, key=lambda size: curve.mean_s(width, size))
+        if not count or self.rows * curve.mean_s(width, count) >= count * self.left_s:
+            return 0
+        return count

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from services.worker.batcher.policy.arrival_profile import LEAST_WAIT_S
 from services.worker.batcher.policy.cost_curve import CostCurve, CostPrior
-from services.worker.batcher.policy.flush import (
+from services.worker.batcher.policy.linger import Expected, linger_bound, worthwhile_wait_s
+from services.worker.batcher.policy.start import (
     BatchLimits,
     Device,
-    Flush,
-    FlushCause,
     Linger,
+    Start,
+    StartCause,
     WaitingGroup,
     decide,
 )
-from services.worker.batcher.policy.linger import Expected, linger_bound, worthwhile_wait_s
 from services.worker.batcher.policy.window import FixedWindow
 
 NOW_S = 100.0
@@ -31,15 +31,15 @@ BACK = Expected(returning=((1e-3, 10.0), (2e-3, 32.0)))
 
 def decided(
     group: WaitingGroup, device: Device | None = None, expected: Expected | None = None
-) -> Flush | Linger:
+) -> Start | Linger:
     device = device if device is not None else Device(COSTLY, BatchLimits())
     return decide(group, device, expected if expected is not None else Expected(), NOW_S)
 
 
-def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any) -> FlushCause:
+def cause(group: WaitingGroup, expected: Expected | None = None, **changes: Any) -> StartCause:
     device = replace(Device(COSTLY, BatchLimits()), **changes)
     found = decided(group, device, expected)
-    assert isinstance(found, Flush), found
+    assert isinstance(found, Start), found
     return found.cause
 
 
@@ -52,20 +52,20 @@ def group(
 
 def test_every_cause() -> None:
     memory = BatchLimits(memory_bytes=1 << 20, row_bytes=1 << 10, token_bytes=1 << 10)
-    assert cause(group(100)) is FlushCause.FULL
-    assert cause(group(16), limits=BatchLimits(padded_tokens=1024)) is FlushCause.TOKENS
-    assert cause(group(15), limits=memory) is FlushCause.MEMORY
-    assert cause(group(3, input_bytes=3 << 10), limits=BatchLimits(input_bytes=3 << 10)) is FlushCause.BYTES
-    assert cause(group(3), BACK, draining=True) is FlushCause.DRAIN
-    assert cause(group(3, waited_s=0.04), BACK) is FlushCause.LINGER
-    assert cause(group(3, deadline_s=NOW_S + 0.012), BACK) is FlushCause.DEADLINE
-    assert cause(group(3)) is FlushCause.IDLE
+    assert cause(group(100)) is StartCause.FULL
+    assert cause(group(16), limits=BatchLimits(padded_tokens=1024)) is StartCause.TOKENS
+    assert cause(group(15), limits=memory) is StartCause.MEMORY
+    assert cause(group(3, input_bytes=3 << 10), limits=BatchLimits(input_bytes=3 << 10)) is StartCause.BYTES
+    assert cause(group(3), BACK, draining=True) is StartCause.DRAIN
+    assert cause(group(3, waited_s=0.04), BACK) is StartCause.LINGER
+    assert cause(group(3, deadline_s=NOW_S + 0.012), BACK) is StartCause.DEADLINE
+    assert cause(group(3)) is StartCause.IDLE
 
 
 @pytest.mark.parametrize("limits", [BatchLimits(rows=7), BatchLimits(padded_tokens=7 * 64 + 5)])
 def test_a_batch_has_no_more_rows_than_its_limits(limits: BatchLimits) -> None:
     found = decided(group(50), Device(COSTLY, limits))
-    assert isinstance(found, Flush)
+    assert isinstance(found, Start)
     assert found.rows == 7
 
 
@@ -73,24 +73,24 @@ def test_a_group_whose_inputs_leave_no_room_starts_at_once_by_their_bytes() -> N
     device = Device(COSTLY, BatchLimits(input_bytes=1000))
     assert isinstance(decided(group(60, input_bytes=600), device, BACK), Linger)
     found = decided(group(60, input_bytes=1090), device, BACK)
-    assert isinstance(found, Flush)
-    assert (found.rows, found.cause) == (55, FlushCause.BYTES)
+    assert isinstance(found, Start)
+    assert (found.rows, found.cause) == (55, StartCause.BYTES)
     fixed = FixedWindow(1.0).decide(group(60, input_bytes=1090), device, BACK, NOW_S)
-    assert isinstance(fixed, Flush)
-    assert (fixed.rows, fixed.cause) == (55, FlushCause.BYTES)
+    assert isinstance(fixed, Start)
+    assert (fixed.rows, fixed.cause) == (55, StartCause.BYTES)
 
 
 def test_mixed_rows_count_by_their_tokens_and_not_by_the_width_that_stands_for_them() -> None:
     device = Device(COSTLY, BatchLimits(padded_tokens=1000))
     assert isinstance(decided(group(20, width=64, mixed=True, tokens=400), device, BACK), Linger)
     found = decided(group(20, width=32, mixed=True, tokens=960), device, BACK)
-    assert isinstance(found, Flush)
-    assert (found.rows, found.cause) == (20, FlushCause.TOKENS)
+    assert isinstance(found, Start)
+    assert (found.rows, found.cause) == (20, StartCause.TOKENS)
 
 
 def test_a_row_beyond_every_limit_runs_alone() -> None:
     found = decided(group(2), Device(COSTLY, BatchLimits(padded_tokens=10)))
-    assert isinstance(found, Flush)
+    assert isinstance(found, Start)
     assert found.rows == 1
 
 
@@ -109,15 +109,15 @@ def test_it_waits_for_rows_that_come_back_and_only_as_long_as_that_pays() -> Non
     found = decided(group(32), expected=BACK)
     assert isinstance(found, Linger)
     assert found.until_s == pytest.approx(NOW_S + 2e-3)
-    assert cause(group(32), BACK, curve=CHEAP) is FlushCause.IDLE
+    assert cause(group(32), BACK, curve=CHEAP) is StartCause.IDLE
     late = Expected(returning=((15e-3, 32.0),))
-    assert cause(group(32), late) is FlushCause.IDLE  # the idle time is worth more than a batch
+    assert cause(group(32), late) is StartCause.IDLE  # the idle time is worth more than a batch
 
 
 def test_it_waits_for_an_open_row_that_is_near_and_not_for_one_that_is_far() -> None:
     assert isinstance(decided(group(1), expected=Expected(rate_per_s=1000.0)), Linger)
-    assert cause(group(1), Expected(rate_per_s=100.0)) is FlushCause.IDLE
-    assert cause(group(20), Expected(rate_per_s=1000.0)) is FlushCause.IDLE
+    assert cause(group(1), Expected(rate_per_s=100.0)) is StartCause.IDLE
+    assert cause(group(20), Expected(rate_per_s=1000.0)) is StartCause.IDLE
 
 
 @settings(deadline=None, max_examples=150)
@@ -158,12 +158,12 @@ def test_the_target_due_first_bounds_the_wait_whatever_the_oldest_row_is() -> No
     patient = decided(group(32, waited_s=0.04, target_s=2.0), expected=late)
     assert isinstance(patient, Linger)
     assert patient.until_s == pytest.approx(NOW_S + 8e-3)
-    assert cause(group(32, waited_s=0.04), late) is FlushCause.LINGER
+    assert cause(group(32, waited_s=0.04), late) is StartCause.LINGER
     joined = replace(group(32, target_s=0.015), oldest_s=NOW_S - 1.0)
-    assert cause(joined, late) is FlushCause.LINGER
-    assert cause(replace(joined, deadline_s=NOW_S + 0.012), late) is FlushCause.DEADLINE
+    assert cause(joined, late) is StartCause.LINGER
+    assert cause(replace(joined, deadline_s=NOW_S + 0.012), late) is StartCause.DEADLINE
 
 
 def test_a_bound_that_no_clock_can_measure_starts_the_batch() -> None:
     compute_s = COSTLY.quantile_s(64, 3, 0.99)
-    assert cause(group(3, deadline_s=NOW_S + compute_s + 1e-9), BACK) is FlushCause.DEADLINE
+    assert cause(group(3, deadline_s=NOW_S + compute_s + 1e-9), BACK) is StartCause.DEADLINE

@@ -13,9 +13,8 @@ from typing import Final
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.slots.claimants import TURN_S
-from services.scheduler.slots.leases import LeaseBook, LeaseTerms, RowWorker
-from services.scheduler.slots.pool import Shares, SlotPool
+from services.scheduler.slots.leases import LeaseTerms, RowWorker, VersionLeases
+from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
 
 # Between two plans of a version at least ``_GAP_S`` passes, and as much more for each ``_GAP_LEASES`` leases.
 _GAP_S: Final = 0.002
@@ -25,7 +24,7 @@ _LEASES_PER_FRAME: Final = 4096
 _RENEWALS: Final = 4  # looks at what has to be renewed, in one life of a lease
 
 
-class SlotLessor:
+class SlotPools:
     """The slots of all versions of a term."""
 
     def __init__(
@@ -56,8 +55,8 @@ class SlotLessor:
         for wanted in demands:
             pool = self._pools.get(wanted.digest)
             if pool is None and wanted.rows and len(self._pools) < _MAX_POOLS:
-                book = LeaseBook(wanted.digest, self._fleet.epoch, self._terms, self._numbers)
-                pool = self._pools[wanted.digest] = SlotPool(wanted.digest, book, self._shares, now_s)
+                leases = VersionLeases(wanted.digest, self._fleet.epoch, self._terms, self._numbers)
+                pool = self._pools[wanted.digest] = SlotPool(wanted.digest, leases, self._shares, now_s)
             if pool is not None and pool.demand(gateway, zone, wanted, now_s):
                 self._changed[wanted.digest] = None
         for found in returned:
@@ -90,7 +89,7 @@ class SlotLessor:
     def run(self, now_s: float) -> None:
         """Plan the versions that are due, renew what would lapse, and end demands of silent gateways."""
         for digest, pool in self._pools.items():
-            if pool.book.settles_s() <= now_s or self._turn_s(digest, pool) <= now_s:
+            if pool.leases.settles_s() <= now_s or self._turn_s(digest, pool) <= now_s:
                 self._changed[digest] = None
         renews = now_s >= self._renew_s
         if renews:
@@ -100,10 +99,10 @@ class SlotLessor:
             self._plan(digest, now_s)
         for digest, pool in list(self._pools.items()):
             if renews:
-                pool.book.renew(now_s)
+                pool.leases.renew(now_s)
                 if pool.end_old_demands(now_s):
                     self._changed[digest] = None
-            self._gateways.update(dict.fromkeys(pool.book.unsent))
+            self._gateways.update(dict.fromkeys(pool.leases.unsent))
             if pool.idle:
                 del self._pools[digest]
                 self._planned_s.pop(digest, None)
@@ -114,7 +113,7 @@ class SlotLessor:
             return math.inf
         due_s = min((self._plan_s(digest) for digest in self._changed), default=math.inf)
         for digest, pool in self._pools.items():
-            due_s = min(due_s, pool.book.settles_s(), self._turn_s(digest, pool))
+            due_s = min(due_s, pool.leases.settles_s(), self._turn_s(digest, pool))
         return min(due_s, self._renew_s)
 
     def take_gateways(self) -> list[str]:
@@ -126,12 +125,12 @@ class SlotLessor:
         """Return and clear the leases to send to a gateway now; call again until there are none."""
         found: list[SlotLease] = []
         for pool in self._pools.values():
-            found += pool.book.take(gateway, _LEASES_PER_FRAME - len(found), now_s)
+            found += pool.leases.take(gateway, _LEASES_PER_FRAME - len(found), now_s)
         return tuple(found)
 
     def by_kind(self) -> dict[str, int]:
         """Return the slots that are leased, those that are held, and the rows that want one."""
-        leases = [lease for pool in self._pools.values() for lease in pool.book.all()]
+        leases = [lease for pool in self._pools.values() for lease in pool.leases.all()]
         return {
             "leased": sum(lease.slots for lease in leases),
             "held": sum(lease.held for lease in leases),
@@ -141,14 +140,14 @@ class SlotLessor:
     def check_integrity(self) -> None:
         """Raise AssertionError when leases and their sums disagree."""
         for pool in self._pools.values():
-            pool.book.check_integrity()
+            pool.leases.check_integrity()
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _plan_s(self, digest: str) -> float:
         """Return when a changed version is planned: a fifth of the leader's time goes into it at most."""
         pool = self._pools.get(digest)
-        leases = 0 if pool is None else len(pool.book)
+        leases = 0 if pool is None else len(pool.leases)
         return self._planned_s.get(digest, -math.inf) + _GAP_S * (1 + leases / _GAP_LEASES)
 
     def _turn_s(self, digest: str, pool: SlotPool) -> float:

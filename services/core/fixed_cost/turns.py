@@ -10,18 +10,15 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from services.worker.batcher.policy.waiting import WaitingRow
-
-TURN_RATIO: Final = 0.5  # most of the objective that a batch takes while tenants share the device
 SHARED_S: Final = 10.0  # how long a tenant counts as sharing after its last row
 _MOST_TENANTS: Final = 1024  # most tenants before those that were not ahead are forgotten
 
 
 class TenantTurns:
-    """Single writer: the batcher."""
+    """Single writer: a batcher, or while no leader answers a gateway, whose rows cost the same."""
 
     def __init__(self) -> None:
         self._seen_s: dict[str, float] = {}  # last row of each tenant, the oldest first
@@ -39,29 +36,28 @@ class TenantTurns:
             del self._seen_s[oldest]
         return len(self._seen_s) > 1
 
-    def tags(self, rows: Iterable[WaitingRow], cost_s: Callable[[int], float]) -> dict[int, float]:
-        """Return the tags by row number. ``rows`` are in order of due time; ``cost_s`` maps a width to a
-        row's cost."""
+    def begin_s(self, tenant: str) -> float:
+        """Return the tag of the tenant's next row."""
+        return max(self._virtual_s, self._served_s.get(tenant, 0.0))
+
+    def tags(self, rows: Iterable[tuple[int, str, float]]) -> dict[int, float]:
+        """Return the tags by row number. ``rows`` are in order of due time: number, tenant, and seconds over
+        weight."""
         found: dict[int, float] = {}
         begin_s: dict[str, float] = {}
-        costs: dict[int, float] = {}
-        for row in rows:
-            tenant, width = row.tenant, row.width
+        for number, tenant, share_s in rows:
             tag = begin_s.get(tenant)
             if tag is None:
-                tag = max(self._virtual_s, self._served_s.get(tenant, 0.0))
-            found[row.number] = tag
-            if (cost := costs.get(width)) is None:
-                cost = costs[width] = cost_s(width)
-            begin_s[tenant] = tag + cost / row.weight
+                tag = self.begin_s(tenant)
+            found[number] = tag
+            begin_s[tenant] = tag + share_s
         return found
 
-    def started(self, shares_s: Mapping[str, float], now_s: float) -> None:
+    def started(self, shares_s: Mapping[str, float]) -> None:
         """Charge a batch that starts: of each tenant the seconds of its rows over their weight."""
-        begin_s = {tenant: max(self._virtual_s, self._served_s.get(tenant, 0.0)) for tenant in shares_s}
+        begin_s = {tenant: self.begin_s(tenant) for tenant in shares_s}
         self._virtual_s = min(begin_s.values())
         for tenant, share_s in shares_s.items():
             self._served_s[tenant] = begin_s[tenant] + share_s
-            self.seen(tenant, now_s)
         if len(self._served_s) > _MOST_TENANTS:
             self._served_s = {name: at_s for name, at_s in self._served_s.items() if at_s > self._virtual_s}
