@@ -43,8 +43,8 @@ KINDS: Final[Mapping[str, Kind]] = {
         options=("--controlplanes", "2"),
     ),
 }
-# Fixtures of that name are made of one of these.
-_NAMED: Final = re.compile(rf"\b({'|'.join((GATE, 'stack', *KINDS))})\b")
+# A fixture of a folder or a file that yields one of these is called ``stack``.
+_NAMED: Final = re.compile(rf"\b({'|'.join((GATE, 'stack: Stack', *KINDS))})\b")
 _quick: str | None = None
 
 

@@ -30,7 +30,7 @@ def test_those_that_share_an_installation_are_one_group() -> None:
 
 def test_a_file_that_names_no_fixture_is_not_imported_for_the_stack(tmp_path: Path) -> None:
     file = tmp_path / "test_a.py"
-    file.write_text("def test_a(tmp_path): ...\n")
+    file.write_text("def test_a(stack: BatchStack): ...\n")
     assert not may_use_one(file)
     file.write_text("def test_a(two_gateways): ...\n")
     assert may_use_one(file)
