@@ -59,8 +59,8 @@ def may_use_one(file: Path) -> bool:
 def shared_by(file: Path) -> str | None:
     """Return the kind of the installation that the file's tests share with others."""
     text = file.read_text("utf-8")
-    named = (kind for kind in KINDS if f"({kind}: Stack" in text)
-    return next(named, "usual" if "(stack: Stack" in text and not _OWN.search(text) else None)
+    named = (kind for kind in KINDS if f"{kind}: Stack" in text)
+    return next(named, "usual" if "stack: Stack" in text and not _OWN.search(text) else None)
 
 
 def mark(item: pytest.Item) -> None:
