@@ -48,10 +48,10 @@ setup-dev:
 	@$(PYTHON) scripts/setup_env.py --dev
 
 # Hundreds of processes import the tree: it is compiled once, also where the environment says not to store that.
-test-quick test-stack test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-stack test-long test-all floor test-pythons e2e: export PYTHONDONTWRITEBYTECODE =
 
 test: ## Run the tests but for the long ones: test-quick, then test-stack; with ARGS, what these name of both
-ifeq ($(ARGS),)
+ifndef ARGS
 	@$(MAKE) --no-print-directory test-quick
 	@$(MAKE) --no-print-directory test-stack
 else

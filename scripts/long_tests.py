@@ -32,11 +32,11 @@ KEPT: Final = (
 
 
 def name_of(class_name: str, case: str) -> str:
-    """Return FILE::FUNCTION, or FILE::CLASS, of a case in a report; behind an @ is what it shares."""
+    """Return FILE::FUNCTION, or FILE::CLASS, of a case in a report."""
     parts = class_name.split(".")
     inner = [part for part in parts if part[:1].isupper()]
     path = "/".join(part for part in parts if part not in inner) + ".py"
-    return f"{path}::{inner[0] if inner else case.partition('[')[0].partition('@')[0]}"
+    return f"{path}::{inner[0] if inner else case.partition('[')[0]}"
 
 
 def main(argv: Sequence[str]) -> int:

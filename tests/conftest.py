@@ -308,10 +308,6 @@ def _shared(name: str, folders: pytest.TempPathFactory) -> contextlib.AbstractCo
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadgroup = hasattr(config, "workerinput")  # ids end with the installation that tests share
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where only tests of installations run, the files that have none are not imported."""
     only = config.getoption("markexpr").startswith(installations.STACK_STAGE)

@@ -125,7 +125,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], sdk_python: 
 
 
 @pytest.mark.timeout(3600)
-def test_readme_and_client_pages_as_written(tmp_path: Path, openai_python: str) -> None:
+def test_readme_and_client_pages_as_written(tmp_path: Path, openai_python: str, installations: None) -> None:
     faulthandler.cancel_dump_traceback_later()  # an installation takes minutes beside other tests
     folder = clone(tmp_path / "fairway")
     passed_on = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS")

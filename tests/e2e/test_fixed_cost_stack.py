@@ -28,16 +28,15 @@ Values = NDArray[np.float32]
 
 @contextlib.asynccontextmanager
 async def deployed(stack: Stack, folder: Path, name: str, *, replicas: int) -> AsyncIterator[None]:
-    """Publish and serve the folder's model; leave the installation without it."""
+    """Publish and serve the folder's model; leave the workers as they were."""
     state = ("--state-dir", str(stack.state))
-    fairway("models", "publish", str(folder), "--name", name, "--tag", "latest", *state)
+    fairway("models", "publish", str(folder), "--name", name, *state)
     fairway("deployments", "create", name, "--replicas", str(replicas), "--wait", *state)
     try:
         yield
     finally:
         fairway("deployments", "delete", name, "--yes", *state)
         await stack.wait_workers(at_rest, timeout_s=60)
-        fairway("models", "delete", name, "latest", "--yes", *state)
         stack.wait_ready()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.installations import KINDS
+from tests.support.installations import KINDS, shared_by
+
+ROOT = Path(__file__).parents[2]
 
 # What takes a file over fifteen seconds alone, the longest first: those that wait between those that compute.
 LONGEST = (
-    *(f"@{kind}" for kind in KINDS),
+    *KINDS,
     "tests/unit/cli/test_up.py",
     "tests/sim/test_seeds.py",
     "tests/security/test_rpc_floods.py",
@@ -43,9 +46,9 @@ LONGEST = (
 
 
 def group_of(nodeid: str) -> str:
-    """Return the file, or a name for all that share an installation."""
-    _, shares, kind = nodeid.rpartition("@")
-    return f"@{kind}" if shares and kind in KINDS else nodeid.partition("::")[0]
+    """Return the file, or the installation that it shares with others."""
+    file = nodeid.partition("::")[0]
+    return shared_by(ROOT / file) or file
 
 
 def sort(items: list[pytest.Item]) -> None:

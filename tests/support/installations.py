@@ -7,6 +7,7 @@ What starts an installation uses the fixture ``installations``, which marks its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,8 +44,9 @@ KINDS: Final[Mapping[str, Kind]] = {
         options=("--controlplanes", "2"),
     ),
 }
-# Fixtures of that name are made of one of these.
-_NAMED: Final = re.compile(rf"\b({'|'.join((GATE, 'stack', *KINDS))})\b")
+# A fixture that a folder or a file makes of these is called ``stack``; that of tests/e2e is ``usual``.
+_NAMED: Final = re.compile(rf"\b({GATE}|({'|'.join(('stack', *KINDS))}): Stack)\b")
+_OWN: Final = re.compile(r"^(async )?def stack\(", re.MULTILINE)
 _quick: str | None = None
 
 
@@ -53,14 +55,21 @@ def may_use_one(file: Path) -> bool:
     return _NAMED.search(file.read_text("utf-8")) is not None
 
 
+@functools.cache
+def shared_by(file: Path) -> str | None:
+    """Return the kind of the installation that the file's tests share with others."""
+    text = file.read_text("utf-8")
+    named = (kind for kind in KINDS if f"{kind}: Stack" in text)
+    return next(named, "usual" if "stack: Stack" in text and not _OWN.search(text) else None)
+
+
 def mark(item: pytest.Item) -> None:
-    """Mark a test that uses an installation, and keep those that share one in one process."""
+    """Mark a test that uses an installation. Its file must show it: the stages go by files."""
     fixtures: Sequence[str] = getattr(item, "fixturenames", ())
     if GATE in fixtures:
         assert may_use_one(item.path), f"{item.path} names no fixture of an installation"
+        assert KINDS.keys() & set(fixtures) <= {shared_by(item.path)}, f"{item.path} shares two installations"
         item.add_marker(pytest.mark.stack)
-        for kind in KINDS.keys() & set(fixtures):
-            item.add_marker(pytest.mark.xdist_group(kind))
 
 
 @contextlib.contextmanager

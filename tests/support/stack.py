@@ -60,7 +60,7 @@ def up_on_free_ports(options: Sequence[str], settings: Mapping[str, str] | None)
         try:
             fairway("up", "--detach", *model, *ports, *options, settings=settings)
         except AssertionError as error:
-            if attempt == 2 or "is taken by another" not in str(error):
+            if attempt == 2 or "is taken" not in str(error):
                 raise
         else:
             return

@@ -23,14 +23,19 @@ def test_what_leads_to_an_installation_is_marked(request: pytest.FixtureRequest)
 
 
 def test_those_that_share_an_installation_are_one_group() -> None:
-    ids = ("tests/e2e/test_a.py::test_a[x@y]@usual", "tests/unit/test_b.py::test_b@usual")
-    assert {group_of(each) for each in ids} == {"@usual"}
-    assert group_of("tests/unit/test_b.py::test_b[a@usual]") == "tests/unit/test_b.py"
+    shared = {
+        "usual": ("tests/e2e/test_cli.py", "tests/e2e/test_bootstrap.py"),
+        "two_gateways": ("tests/e2e/test_usage.py", "tests/integration/client/test_gateways.py"),
+    }
+    for kind, files in shared.items():
+        assert {group_of(f"{file}::test[a]") for file in files} == {kind}
+    for file in ("tests/e2e/test_telemetry.py", "tests/unit/cli/test_up.py", "tests/e2e/test_overload.py"):
+        assert group_of(f"{file}::test") == file
 
 
 def test_a_file_that_names_no_fixture_is_not_imported_for_the_stack(tmp_path: Path) -> None:
     file = tmp_path / "test_a.py"
-    file.write_text("def test_a(tmp_path): ...\n")
+    file.write_text("def test_a(stack: BatchStack): ...\n")
     assert not may_use_one(file)
-    file.write_text("def test_a(two_gateways): ...\n")
+    file.write_text("def test_a(two_gateways: Stack): ...\n")
     assert may_use_one(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,10 +34,13 @@ def try_bind(port: int, host: str = LOOPBACK) -> socket.socket | None:
     return holder
 
 
-def hold_free_port(host: str = LOOPBACK) -> socket.socket | None:
+Bind = Callable[[int, str], socket.socket | None]
+
+
+def hold_free_port(host: str = LOOPBACK, bind: Bind = try_bind) -> socket.socket | None:
     """Return a socket bound to a free port, outside the range of outgoing connections if possible."""
     for _ in range(_TRIES):
-        holder = try_bind(secrets.choice(_QUIET_PORTS), host)
+        holder = bind(secrets.choice(_QUIET_PORTS), host)
         if holder is not None:
             return holder
     return try_bind(0, host)
@@ -71,7 +74,7 @@ def choose_ports(
 ) -> dict[str, int]:
     """Return a distinct port for each name, all free at the time of the call.
 
-    Until this process ends, no other chooses one that was fixed, remembered or preferred.
+    No other process chooses one of them until this one ends.
 
     ``hosts``: the addresses of those that do not listen on the loopback address.
 
@@ -89,7 +92,7 @@ def choose_ports(
             for candidate in (remembered.get(name), preferred.get(name)):
                 if holder is None and candidate is not None:
                     holder = _claim_and_bind(candidate, host)
-            holder = holder or hold_free_port(host)
+            holder = holder or hold_free_port(host, _claim_and_bind)
             if holder is None:
                 raise CliError(
                     "NO_FREE_PORT",

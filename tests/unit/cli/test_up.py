@@ -89,7 +89,8 @@ class Installation:
 def installation(tmp_path: Path, installations: None) -> Iterator[Installation]:
     installation = Installation(tmp_path)
     yield installation
-    installation.run("down")
+    if installation.state.fleet.exists():
+        installation.run("down")
     assert wait_for_end(installation.processes(), timeout_s=10)
 
 

@@ -51,7 +51,7 @@ class LeaderStream:
         self._error: FairwayError | None = None
 
     def report(self, number: int, snapshot: ReportSnapshot) -> None:
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, InvalidInput):  # a refusal is an answer
             raise self._error
         self.reports.append(snapshot)
         assert number == len(self.reports)
