@@ -35,7 +35,7 @@ CAPS = {
     "modules": 815,  # 600
     "one_importer": 245,  # 110
     "double_names": 8,  # 10
-    "hand_copies": 270,  # 150
+    "hand_copies": 260,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 2,  # 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Awaitable, Sequence
 from random import Random
 from typing import Any
@@ -240,6 +241,21 @@ async def test_what_is_decided_at_once_is_decided_alike(seed: int) -> None:
     assert outcomes[0] == outcomes[1]
     assert stores[0].calls == stores[1].calls
     assert limiters[0].leased == limiters[1].leased
+
+
+async def test_an_answer_that_nobody_awaits_is_never_asked_for() -> None:
+    """A task that is to await it may be refused by a process that ends."""
+    clock = HandClock()
+    store = CountedStore(clock)
+    limiter = GatewayLimiter(store, clock)
+    held = await limiter.admit("t", "r1", [RATE])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        limiter.admit("t", "r2", [RATE])
+        limiter.reserve(held, [Claim(TOKENS, 1)], Price())
+        limiter.settle(held, Usage(1, 0))
+    assert found == []
+    assert store.calls == 1
 
 
 @settings(max_examples=100)
