@@ -18,6 +18,9 @@ PRICED_TOKENS: Final = 1_000_000  # prices are per this many tokens
 MICROS: Final = 1_000_000  # micros of a currency unit
 
 
+WORK: Final = "work"  # the name of a tenant's rate of calls that are no requests, such as counting tokens
+
+
 class Scope(StrEnum):
     """Who shares a limit: all requests of a tenant, of one of its keys, or of one of its end users."""
 
@@ -43,7 +46,7 @@ BUDGETS: Final = (LimitKind.MONTH_MICROS, LimitKind.DAY_MICROS)
 
 
 class Limit(Struct, frozen=True, gc=False):
-    """A limit of one scope of a tenant. ``name`` is the key's id or the end user; empty for the tenant."""
+    """A limit of one scope of a tenant. ``name``: the key's id, the end user, or of a tenant '' or WORK."""
 
     kind: LimitKind
     limit: int

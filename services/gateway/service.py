@@ -235,6 +235,8 @@ class GatewayService:
 
     async def flush(self) -> None:
         """Renew the reservations once; the limiter also retries settlements that a store outage deferred."""
+        limiter = self._ports.limiter
+        assert limiter is not None, "only copies are not limited"
         held = [
             (request.reservation, request.usage)
             for request in self._requests
@@ -242,7 +244,7 @@ class GatewayService:
         ]
         for start in range(0, max(1, len(held)), self.limits.renew_batch):
             try:
-                await self._ports.limiter.renew(held[start : start + self.limits.renew_batch])
+                await limiter.renew(held[start : start + self.limits.renew_batch])
             except StoreUnavailable as error:
                 log.warning("reservations.renew_failed", count=len(held), reason=error.reason)
                 break

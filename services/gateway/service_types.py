@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from random import Random
 
 from fairway.v1 import inference_pb2
-from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.errors import FairwayError, QueueFull, ShareExceeded, retry_in
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
@@ -80,7 +79,8 @@ class GatewayLimits:
 class Ports:
     """What the service acts through."""
 
-    limiter: Limiter
+    # None: nothing is limited and nobody is charged.
+    limiter: Limiter | None
     placement: PlacementClient
     workers: WorkerClient
     clock: Clock
@@ -90,8 +90,6 @@ class Ports:
     new_incident: Callable[[], str]
     # Builds the domain error of (reason, message) from a worker.
     error_of: Callable[[str, str], FairwayError]
-    # What the limiter decides at once; None: nothing.
-    held: GatewayLimiter | None = None
     telemetry: GatewayTelemetry = field(default_factory=GatewayTelemetry)
     # Receives each request's usage once it is settled.
     report_usage: Callable[[RequestUsage], None] = lambda _event: None

@@ -21,8 +21,7 @@ from fairway.v1 import inference_pb2
 from services.core import faults
 from services.core.arms import session_hash
 from services.core.errors import Draining, FairwayError
-from services.core.generation import GenerationSpec, Principal, TokenLogprobs, Usage
-from services.core.limits import Claim, Limit, Price
+from services.core.generation import GenerationSpec, Principal, TokenLogprobs
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Priority, Tenant
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.gateway.catalog import ModelCatalog, PinnedVersion
@@ -37,7 +36,6 @@ from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import ShadowArm
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Reservation
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
 
@@ -199,8 +197,7 @@ def _copies_ports(ports: Ports) -> Ports:
     """Return the gateway's ports with others for all but placement, workers and the comparison of arms."""
     return replace(
         ports,
-        limiter=Unlimited(),
-        held=None,
+        limiter=None,
         telemetry=GatewayTelemetry(clock=ports.clock, slis=ports.telemetry.slis),
         report_usage=lambda _event: None,
         unrecorded=lambda: "",
@@ -210,29 +207,6 @@ def _copies_ports(ports: Ports) -> Ports:
         retries=RetryBudget(),
         kills=OutsideKills(),
     )
-
-
-class Unlimited:
-    """A limiter without limits and without state."""
-
-    async def admit(
-        self,
-        tenant_id: str,
-        request_id: str,
-        limits: Sequence[Limit],
-        claims: Sequence[Claim] = (),
-        price: Price = NO_PRICE,
-    ) -> Reservation:
-        return Reservation(tenant_id, request_id)
-
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
-        return reservation
-
-    async def spend(self, tenant_id: str, per_minute: int) -> None: ...
-
-    async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None: ...
-
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

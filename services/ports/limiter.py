@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, Price, RateState
 
+T = TypeVar("T")
 NO_PRICE: Final = Price()
 
 
@@ -43,22 +44,37 @@ class Reservation:
     token_rate: RateState | None = field(default=None, compare=False)
 
 
+class AtOnce(Generic[T]):
+    """An answer that is there at once: its caller needs no task for it, and may await it all the same."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        yield from ()
+        return self.value
+
+
 class Limiter(Protocol):
-    """What a gateway calls. Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
+    """What a gateway calls, and its limiter in the shared store, which is exact under any concurrency.
+
+    Raises StoreUnavailable, in a bounded time, when the store cannot be reached.
 
     A limit of 0 or less is no limit. What a request is charged is the element-wise maximum of all usage that
     was reported for its id: a repeated settlement adds nothing, and a request that is admitted again under
     its id (resumed after a release) reserves and pays only what is new.
     """
 
-    async def admit(
+    def admit(
         self,
         tenant_id: str,
         request_id: str,
         limits: Sequence[Limit],
         claims: Sequence[Claim] = (),
         price: Price = NO_PRICE,
-    ) -> Reservation:
+    ) -> Awaitable[Reservation]:
         """Count the request against every limit of requests and slots, or against none if one is exceeded.
 
         Raises RequestRateExceeded or ConcurrencyExceeded, with ``retry_after_s``. A repeated request id is
@@ -69,7 +85,9 @@ class Limiter(Protocol):
         on them, so that they reject no request here.
         """
 
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+    def reserve(
+        self, reservation: Reservation, claims: Sequence[Claim], price: Price
+    ) -> Awaitable[Reservation]:
         """Reserve tokens and budgets for an admitted request, all of them or none.
 
         Called at most once per admission, with at most one claim per limit. A budget's claim is the worst
@@ -78,29 +96,19 @@ class Limiter(Protocol):
         stays held.
         """
 
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        """Count work without a slot, such as counting tokens, against a rate of its own. 0: no limit.
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        """Count amounts against rates, all or none, without a request.
 
-        Raises RequestRateExceeded, with ``retry_after_s``.
+        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
         """
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         """Extend the deadlines of running requests. The usage so far becomes the checkpoint that a lapse
         charges, and raises token rates where it exceeds what was reserved."""
 
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+    def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> Awaitable[None]:
         """Release the slot and replace the claims by the request's use, once for any number of calls.
 
         After a success the caller repeats it only within a short time, unless ``spooled``: a restarted
         process may read the settlement from its disk again, or the request may be resumed.
-        """
-
-
-class SharedLimits(Limiter, Protocol):
-    """The limits that all gateways share, exact under any concurrency."""
-
-    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        """Count amounts against rates, all or none, without a request. The caller decides on them itself.
-
-        Raises RequestRateExceeded or TokenRateExceeded, with ``retry_after_s``.
         """

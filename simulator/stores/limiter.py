@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from enum import Enum, auto
 from typing import Final
 
+from services.adapters.quotas.local_shares import WHOLE, TenantCounts
 from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
@@ -22,7 +23,6 @@ from services.adapters.quotas.quota import (
     unclaimed,
     used_of,
 )
-from services.adapters.quotas.tenant_counts import WHOLE, TenantCounts
 from services.core.errors import OverQuota
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
@@ -181,9 +181,6 @@ class MemoryLimiter:
         return replace(
             wanted, token_rate=tightest(rate for _, rate in tenant.states(wanted.claims, self._now_us()))
         )
-
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        self._tenants[tenant_id].spend(Limit(LimitKind.REQUESTS, per_minute), self._now_us())
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
         self._tenants[tenant_id].take(claims, self._now_us())

@@ -16,7 +16,7 @@ from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, LimitKind, Scope
+from services.core.limits import WORK, Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from simulator.stores.limiter import MemoryLimiter
@@ -216,17 +216,18 @@ async def test_a_lapsed_request_is_still_charged(make: Make, tenant: str) -> Non
 
 
 async def test_other_work_has_a_rate_of_its_own_and_holds_no_slot(limiter: AnyLimiter, tenant: str) -> None:
-    most = limits(3, 3)
+    most, work = limits(3, 3), [Claim(Limit(LimitKind.REQUESTS, 3, name=WORK))]
     for number in range(3):
-        await limiter.spend(tenant, 3)
+        await limiter.take(tenant, work)
         await limiter.admit(tenant, f"r{number}", most)
     with pytest.raises(RequestRateExceeded) as caught:
-        await limiter.spend(tenant, 3)
+        await limiter.take(tenant, work)
+    assert caught.value.request_rate is None, "it is not the rate of requests"
     assert caught.value.retry_after_s is not None
     assert 19 < caught.value.retry_after_s <= 20
     assert await limiter.concurrency(tenant) == 3
     for _ in range(50):
-        await limiter.spend(tenant, 0)
+        await limiter.take(tenant, [Claim(Limit(LimitKind.REQUESTS, 0, name=WORK))])
 
 
 async def test_names_are_data(limiter: AnyLimiter, tenant: str) -> None:

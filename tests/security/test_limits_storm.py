@@ -18,7 +18,7 @@ import pytest_asyncio
 import redis.asyncio
 
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.quotas.slices import SliceSettings
+from services.adapters.quotas.hot_tenants import SliceSettings
 from services.adapters.redis.limiter import MAX_ADMITTING, RedisLimiter
 from services.core.errors import ConcurrencyExceeded, OverQuota, RequestRateExceeded
 from services.core.generation import Usage
@@ -136,6 +136,15 @@ async def test_a_tenant_has_a_bounded_number_of_admissions_under_way(rig: Rig) -
     starts = [asyncio.create_task(rig.start(flood, number, limits())) for number in range(MAX_ADMITTING + 50)]
     await asyncio.gather(*starts)
     assert rig.outcomes == {"shared": MAX_ADMITTING, RequestRateExceeded.reason: 50}
+
+
+async def test_refills_of_a_hot_tenants_slices_are_bounded_too(rig: Rig) -> None:
+    """The first answers fill its slice, so that only those that came before them wait."""
+    rig.limiter, flood = GatewayLimiter(rig.shared, CLOCK, slices=SliceSettings(hot_per_s=0)), tenant()
+    starts = [rig.start(flood, number, limits(1_000_000)) for number in range(MAX_ADMITTING + 50)]
+    await asyncio.gather(*starts)
+    assert rig.outcomes == {"shared": MAX_ADMITTING, RequestRateExceeded.reason: 50}
+    await rig.limiter.admit(flood, "later", limits(1_000_000))
 
 
 async def test_a_gateway_whose_loop_stands_still_does_not_blame_redis(rig: Rig) -> None:

@@ -115,7 +115,7 @@ async def test_a_settlement_whose_answer_was_lost_counts_once_long_after(
         before = await gateway.limiter.admit("t", "before", NONE)
         await gateway.limiter.settle(before, Usage(1, 1))
         own_redis.freeze()
-        settling = asyncio.create_task(gateway.limiter.settle(held, Usage(10, 5)))
+        settling = asyncio.ensure_future(gateway.limiter.settle(held, Usage(10, 5)))
         await asyncio.sleep(0.1)  # it is sent
         proxy.apply([Rule("*", "redis", "cut")])
         await settling
@@ -295,7 +295,7 @@ async def test_what_was_settled_while_the_file_was_written_leaves_it_later(
     gateway.spool._thread.submit(slow.wait)
     own_redis.freeze()
     try:
-        settling = asyncio.create_task(
+        settling = asyncio.ensure_future(
             gateway.limiter.settle(await gateway.limiter.admit("t", "late", NONE), Usage(1, 1))
         )
         await settling

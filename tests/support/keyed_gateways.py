@@ -411,8 +411,9 @@ async def _gateway(
     cipher = RecordCipher([RECORD_SECRET], token_bytes)
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
     cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, count_lookups(metrics))
+    gateway_limiter = GatewayLimiter(MeteredLimiter(limiter), CLOCK)
     ports = Ports(
-        limiter=GatewayLimiter(MeteredLimiter(limiter), CLOCK),
+        limiter=gateway_limiter,
         placement=Placement(fleet),
         workers=workers,
         clock=CLOCK,
@@ -429,7 +430,7 @@ async def _gateway(
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),
-        limiter=ports.limiter,
+        limiter=gateway_limiter,
         clock=CLOCK,
         telemetry=KeyedTelemetry(metrics),
         new_incident=ports.new_incident,

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price
-from services.ports.limiter import NO_PRICE, Limiter, Reservation, SharedLimits
+from services.ports.limiter import NO_PRICE, Limiter, Reservation
 from services.ports.usage import Spending
 
 # A month's cost is prompt + 10^4 * cached + 10^8 * output tokens.
@@ -41,7 +41,7 @@ def usage_of(micros: int) -> Usage:
 class MeteredLimiter:
     """Meters every request that it admits."""
 
-    def __init__(self, inner: SharedLimits) -> None:
+    def __init__(self, inner: Limiter) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,6 @@ import grpc
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.adapters.memory.quarantine import MemoryQuarantine
-from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.core.generation import Principal
 from services.core.limits import Price
 from services.core.records import (
@@ -105,7 +104,6 @@ class RowsGateway:
         *,
         records: IdempotencyStore | None = None,
         limiter: Any = None,
-        held: GatewayLimiter | None = None,
         owner: str = "g0",
         runner: Any = None,
         quarantine: Quarantine | None = None,
@@ -120,7 +118,7 @@ class RowsGateway:
             for name, folder in folders.items():
                 runner.load(digest_of(name), folder)
         self.runner = runner
-        self.limiter, self.held = limiter or MemoryLimiter(CLOCK), held
+        self.limiter = limiter or MemoryLimiter(CLOCK)
         self.quarantine: Quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
@@ -163,7 +161,6 @@ class RowsGateway:
         nothing: Any = None
         return Ports(
             limiter=self.limiter,
-            held=self.held,
             placement=nothing,
             workers=nothing,
             clock=CLOCK,

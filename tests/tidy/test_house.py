@@ -38,7 +38,7 @@ CAPS = {
     "hand_copies": 260,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
-    "limiters": 3,  # 2
+    "limiters": 2,  # 2
     "fair_orders": 4,  # 4
     "lonely_protocols": 0,  # 0
     "fragments_percent": 2.5,  # 8

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import suppress
-from typing import Final, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 import structlog
 from msgspec.structs import replace
 
-from services.adapters.quotas.hot_tenants import HotTenants
+from services.adapters.quotas.hot_tenants import HotTenants, SliceSettings
 from services.adapters.quotas.local_shares import LocalShares
 from services.adapters.quotas.settlement_spool import SettlementSpool
-from services.adapters.quotas.slices import SliceSettings
 from services.adapters.quotas.telemetry import LimiterTelemetry
 from services.core.errors import (
     ConcurrencyExceeded,
@@ -25,7 +25,7 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Reservation, SharedLimits
+from services.ports.limiter import NO_PRICE, AtOnce, Limiter, Reservation
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -39,12 +39,21 @@ _SETTLE_RETRY_S: Final = 1.0
 _CLOSED_RETRY_S: Final = 1.0
 
 
+class _Later(Generic[T]):
+    """An answer that is asked for when it is awaited: a task that never began leaves no call behind."""
+
+    def __init__(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs) -> None:
+        self._call = partial(call, *args, **named)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._call().__await__()
+
+
 class GatewayLimiter:
     """The ``Limiter`` of a gateway: the shared store, and what spares or replaces it.
 
-    Rates of hot tenants are decided on slices; without hot tenants every call goes to the store. The methods
-    ``*_held`` decide at once on slices. Each has the effect of the method of that name, or none: then that
-    one is called. While the store is unavailable:
+    Rates of hot tenants are decided on slices, at once where these have room; without hot tenants every call
+    goes to the store. While the store is unavailable:
 
     - requests and tokens per minute: open to this gateway's share of the limit, from an empty bucket.
     - slots: open to this gateway's share; those held in the shared store are not counted.
@@ -58,7 +67,7 @@ class GatewayLimiter:
 
     def __init__(
         self,
-        store: SharedLimits,
+        store: Limiter,
         clock: Clock,
         *,
         gateways: Callable[[], int] = lambda: 1,
@@ -100,13 +109,40 @@ class GatewayLimiter:
         if self._unsettled:
             self._waiting.set()
 
-    async def admit(
+    def admit(
         self,
         tenant_id: str,
         request_id: str,
         limits: Sequence[Limit],
         claims: Sequence[Claim] = (),
         price: Price = NO_PRICE,
+    ) -> Awaitable[Reservation]:
+        # While settlements wait, their room is checked first.
+        held = None if self._unsettled else self._hot.admit_held(tenant_id, request_id, limits)
+        if held is not None:
+            return AtOnce(held)
+        return _Later(self._admit, tenant_id, request_id, limits, claims, price)
+
+    def reserve(
+        self, reservation: Reservation, claims: Sequence[Claim], price: Price
+    ) -> Awaitable[Reservation]:
+        if self._hot.reserve_held(reservation, claims):
+            return AtOnce(reservation)
+        return _Later(self._reserve, reservation, claims, price)
+
+    async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        try:
+            await self._take(tenant_id, claims)
+        except StoreUnavailable:
+            self._local.take(tenant_id, self._shares_of(claims))
+
+    async def _admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim],
+        price: Price,
     ) -> Reservation:
         self._require_room(tenant_id)
         try:
@@ -115,7 +151,7 @@ class GatewayLimiter:
             shares = self._without_store(limits)
             return self._local.admit(tenant_id, request_id, shares)
 
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
+    async def _reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         try:
             if not reservation.local:
                 if await self._hot.reserve(reservation, claims):
@@ -123,32 +159,9 @@ class GatewayLimiter:
                 return await self._call("reserve", self._store.reserve, reservation, claims, price)
         except StoreUnavailable:
             pass
-        shares = self._without_store([claim.limit for claim in claims])
-        lowered = [
-            Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
-        ]
         # Not corrected at the end: a local bucket lives as long as an outage.
-        self._local.take(reservation.tenant_id, [each for each in lowered if each.limit.limit > 0])
+        self._local.take(reservation.tenant_id, self._shares_of(claims))
         return reservation
-
-    def admit_held(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Reservation | None:
-        """Return None also while settlements wait, whose room ``admit`` checks. No claims are reserved."""
-        return None if self._unsettled else self._hot.admit_held(tenant_id, request_id, limits)
-
-    def reserve_held(self, reservation: Reservation, claims: Sequence[Claim]) -> bool:
-        """Return whether the claims are reserved; ``reservation`` stays as it is."""
-        return self._hot.reserve_held(reservation, claims)
-
-    def settle_held(self, reservation: Reservation, usage: Usage) -> bool:
-        """Return whether the request is leased; then it is settled."""
-        return self._hot.settle(reservation, usage)
-
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        try:
-            await self._call("spend", self._store.spend, tenant_id, per_minute)
-        except StoreUnavailable:
-            (share,) = self._without_store([Limit(LimitKind.REQUESTS, per_minute)])
-            self._local.spend(tenant_id, share)
 
     async def renew(self, running: Sequence[tuple[Reservation, Usage]]) -> None:
         self._hot.drop_idle()
@@ -161,11 +174,14 @@ class GatewayLimiter:
             async with self._settling:
                 await self._settle_kept()
 
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+    def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> Awaitable[None]:
         if reservation.local:
             self._local.release(reservation)
         if self._hot.settle(reservation, usage):
-            return
+            return AtOnce(None)
+        return _Later(self._settle, reservation, usage, spooled=spooled)
+
+    async def _settle(self, reservation: Reservation, usage: Usage, *, spooled: bool) -> None:
         try:
             await self._call("settle", self._store.settle, reservation, usage, spooled=spooled)
         except StoreUnavailable:
@@ -291,6 +307,13 @@ class GatewayLimiter:
         return [
             replace(limit, limit=max(1, limit.limit // gateways)) if limit.limit > 0 else limit
             for limit in limits
+        ]
+
+    def _shares_of(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims on this gateway's share of each limit, none above it."""
+        shares = self._without_store([claim.limit for claim in claims])
+        return [
+            Claim(share, min(claim.amount, share.limit)) for claim, share in zip(claims, shares, strict=True)
         ]
 
     async def _take(self, tenant_id: str, claims: Sequence[Claim]) -> None:

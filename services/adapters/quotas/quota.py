@@ -14,7 +14,7 @@ from services.core.errors import (
     retry_in,
 )
 from services.core.generation import Usage
-from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState, Scope
+from services.core.limits import BUDGETS, TOKEN_RATES, WORK, Claim, Limit, LimitKind, Price, RateState, Scope
 from services.ports.limiter import Reservation
 
 # What one request and one token weigh in a bucket, which drains by its limit per microsecond or millisecond.
@@ -79,12 +79,15 @@ def used_of(kind: LimitKind, usage: Usage, price: Price) -> int:
 
 
 def rejection(claim: Claim, wait_s: float, rates: Sequence[tuple[Limit, RateState]] = ()) -> OverQuota:
-    """Return the error for a limit that has no room for a claim. ``rates``: those that were checked with it.
+    """Return the error for a limit that has no room for a claim. ``rates``: those that were checked with it,
+    which the error states unless they are of other work than requests.
 
     The wait for a rate or a budget is exact if no other request takes its place. The end of a running request
     is unknown, so the wait for a slot is a second, or less when a slot lapses earlier.
     """
     error = _rejection(claim, wait_s)
+    if claim.limit.name == WORK and claim.limit.scope is Scope.TENANT:
+        return error
     error.request_rate = _stated(claim, rates, (LimitKind.REQUESTS,))
     error.token_rate = _stated(claim, rates, TOKEN_RATES)
     return error

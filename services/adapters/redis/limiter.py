@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -36,7 +37,6 @@ from services.adapters.redis.cluster import open_scripts
 from services.adapters.redis.reservation_calls import (
     RESERVATION,
     arguments_of,
-    key,
     keys_of,
     limit_key,
     record_key,
@@ -51,7 +51,7 @@ from services.ports.limiter import NO_PRICE, Reservation, Spent
 # A Redis that syncs every write answers no call during the sync: a third of a second on a busy disk. A limit
 # that fails open during a sync would not be exact.
 TIMEOUT_S: Final = 1.0
-# Admissions of one tenant that wait at one gateway. More are rejected at once.
+# Admissions of one tenant, and refills of its slices, that wait at one gateway. More are rejected at once.
 MAX_ADMITTING: Final = 256
 _UNCONFIRMED_KEEP_MS: Final = 7 * 86_400_000
 _RENEW_BATCH: Final = 100
@@ -92,7 +92,6 @@ class RedisLimiter:
         self._reserve = self._scripts.script(*RESERVATION, "reserve")
         self._renew = self._scripts.script(*RESERVATION, "renew")
         self._settle = self._scripts.script(*RESERVATION, "settle")
-        self._spend = self._scripts.script("common", "meters", "spend")
         self._take = self._scripts.script("common", "meters", "take")
         self._spent = self._scripts.script("common", "meters", "spent")
         self._lapsed = self._scripts.script("common", "lapsed")
@@ -114,20 +113,9 @@ class RedisLimiter:
         claims: Sequence[Claim] = (),
         price: Price = NO_PRICE,
     ) -> Reservation:
-        if self._admitting[tenant_id] >= MAX_ADMITTING:
-            raise RequestRateExceeded(
-                f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
-                retry_after_s=1.0,
-                limit=MAX_ADMITTING,
-            )
-        self._admitting[tenant_id] += 1
-        try:
-            due = limited(Claim(limit) for limit in limits)
+        due = limited(Claim(limit) for limit in limits)
+        with self._one_more_waits(tenant_id):
             return await self._admit(tenant_id, request_id, due, fitting(claims), price)
-        finally:
-            self._admitting[tenant_id] -= 1
-            if not self._admitting[tenant_id]:
-                del self._admitting[tenant_id]
 
     async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
         claims = limited(unclaimed(reservation, claims))
@@ -145,18 +133,14 @@ class RedisLimiter:
         rates = _rates(wanted.claims, answer[2])
         return replace(wanted, token_rate=_tightest_of(rates, TOKEN_RATES))
 
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        limit = Limit(LimitKind.REQUESTS, per_minute)
-        if per_minute > 0:
-            keys = (key(tenant_id, "work"),)
-            wait_us = await self._scripts.run(tenant_id, self._spend, keys, (most(limit),))
-            if wait_us:
-                raise rejection(Claim(limit), wait_us / 1e6)
-
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
+        claims = [claim for claim in claims if claim.limit.limit > 0]
         keys = [limit_key(tenant_id, claim.limit) for claim in claims]
         amounts = [part for claim in claims for part in (claim.limit.kind, most(claim.limit), claim.amount)]
-        number, wait_us, units = await self._scripts.run(tenant_id, self._take, keys, amounts)
+        if not claims:
+            return
+        with self._one_more_waits(tenant_id):
+            number, wait_us, units = await self._scripts.run(tenant_id, self._take, keys, amounts)
         if number:
             raise rejection(claims[number - 1], wait_us / 1e6, _rates(claims, units))
 
@@ -217,6 +201,23 @@ class RedisLimiter:
         await self._scripts.close()
 
     # --- the scripts -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _one_more_waits(self, tenant_id: str) -> Iterator[None]:
+        """Count one more call on the way of an admission. Raises RequestRateExceeded above the bound."""
+        if self._admitting[tenant_id] >= MAX_ADMITTING:
+            raise RequestRateExceeded(
+                f"{MAX_ADMITTING} requests of this tenant wait to be admitted here, the most that may",
+                retry_after_s=1.0,
+                limit=MAX_ADMITTING,
+            )
+        self._admitting[tenant_id] += 1
+        try:
+            yield
+        finally:
+            self._admitting[tenant_id] -= 1
+            if not self._admitting[tenant_id]:
+                del self._admitting[tenant_id]
 
     async def _admit(
         self,

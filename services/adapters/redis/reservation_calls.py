@@ -35,7 +35,7 @@ def limit_key(tenant_id: str, limit: Limit) -> str:
     what = "slots" if limit.kind is LimitKind.CONCURRENCY else limit.kind.value
     match limit.scope:
         case Scope.TENANT:
-            return key(tenant_id, what)
+            return key(tenant_id, limit.name or what)  # WORK has a bucket of its own
         case Scope.KEY:
             return key(tenant_id, what, "key", limit.name)
         case Scope.USER:

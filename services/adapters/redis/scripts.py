@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
+import hiredis
 import redis.exceptions
 import structlog
 
-from services.adapters.redis.calls import Call, CallQueue, packed
-from services.adapters.redis.loop_timeout import LoopTimeout
 from services.adapters.redis.topologies import close_pool, connection_pool
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
@@ -28,6 +29,9 @@ from services.runtime.supervisor import Supervisor
 
 log = structlog.get_logger()
 
+MAX_WAITING: Final = 16_384  # per tenant: more than the requests that a gateway runs
+BATCH_CALLS: Final = 16  # a burst is shared by the lanes, so that Redis works while others are read
+BATCH_BYTES: Final = 1024**2
 # Errors of a call while Redis is unavailable. RuntimeError: uvloop's transports raise it for a write on a
 # connection that was reset while idle.
 AWAY: Final = (redis.exceptions.RedisError, OSError, TimeoutError, RuntimeError)
@@ -41,6 +45,122 @@ _REFUSALS: Final = {
     "MISCONF": "its disk does not take its log",
     "NOREPLICAS": "too few replicas are connected",
 }
+# Parts of a timeout, and how many of them may be repeated.
+_PARTS: Final = 5
+_MAX_LATE: Final = 20
+
+
+_pack: Final[Any] = hiredis.pack_command  # its stub has tuples of one element
+
+
+def packed(*parts: str | int | bytes) -> bytes:
+    """Return a command as Redis reads it."""
+    command: bytes = _pack(parts)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An encoded command and its caller's future, ``answer``. A call whose future is cancelled is skipped."""
+
+    tenant_id: str
+    command: bytes
+    answer: asyncio.Future[Any]
+
+    @property
+    def wanted(self) -> bool:
+        return not self.answer.done()
+
+    def answered(self, answer: Any) -> None:
+        if self.wanted:
+            self.answer.set_result(answer)
+
+    def failed(self, error: StoreUnavailable) -> None:
+        if self.wanted:
+            self.answer.set_exception(error)
+
+
+class CallQueue:
+    """One queue per tenant, served round robin: a tenant's many calls delay another's by one call each."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[Call]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def put(self, call: Call) -> None:
+        """Raises StoreUnavailable when too many calls of its tenant wait."""
+        calls = self._waiting.setdefault(call.tenant_id, deque())
+        if len(calls) >= MAX_WAITING:
+            raise StoreUnavailable(f"{MAX_WAITING} calls of this tenant wait for Redis", retry_after_s=1.0)
+        calls.append(call)
+
+    def take(self) -> list[Call]:
+        """Return the next batch, without cancelled calls. Empty when the queue is empty."""
+        batch: list[Call] = []
+        size_bytes = 0
+        while self._waiting and len(batch) < BATCH_CALLS:
+            tenant_id, calls = next(iter(self._waiting.items()))
+            if calls[0].wanted:
+                size_bytes += len(calls[0].command)
+                if batch and size_bytes > BATCH_BYTES:
+                    break
+                batch.append(calls[0])
+            calls.popleft()
+            if calls:
+                self._waiting.move_to_end(tenant_id)
+            else:
+                del self._waiting[tenant_id]
+        return batch
+
+    def take_all(self) -> list[Call]:
+        """Remove and return every waiting call."""
+        calls = [call for waiting in self._waiting.values() for call in waiting]
+        self._waiting.clear()
+        return calls
+
+
+class LoopTimeout:
+    """``asyncio.timeout`` of ``seconds``, in five parts. A part that ended late, because the loop stalled, is
+    repeated.
+
+    So a response that arrived while the loop stalled is read before the timeout. At most 20 parts are
+    repeated, so that the wait also ends on a loop that is always late.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._part_s = seconds / _PARTS
+        self._left = _PARTS
+        self._late = _MAX_LATE
+        self._timeout = asyncio.timeout(None)
+        self._handle: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._wait()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        await self._timeout.__aexit__(kind, error, trace)
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._handle = loop.call_later(self._part_s, self._part_over, loop.time() + self._part_s)
+
+    def _part_over(self, due_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - due_s > self._part_s and self._late:
+            self._late -= 1
+        else:
+            self._left -= 1
+        if self._left:
+            self._wait()
+        else:
+            self._timeout.reschedule(now_s)
 
 
 @dataclass(frozen=True, slots=True)

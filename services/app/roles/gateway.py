@@ -393,7 +393,6 @@ def _gateway_ports(
     )
     ports = Ports(
         limiter=quotas.limiter,
-        held=quotas.limiter,
         placement=placement,
         workers=workers,
         clock=clock,

@@ -22,7 +22,7 @@ from services.gateway.events import (
     RequestSink,
     request_tag,
 )
-from services.gateway.idempotency.record_codec import AcceptedTerms, degraded_out
+from services.gateway.idempotency.record_codec import AcceptedTerms, degraded_out, with_fields_of
 from services.gateway.idempotency.record_log import START, ChoiceLog, Diverged, Piece, Place, RecordLog
 
 
@@ -311,20 +311,8 @@ class FollowerBroadcast:
     def _accept(self, follower: RecordFollower) -> None:
         assert self.terms is not None
         terms, replayed = self.terms, not (self._fresh and self._followers[follower])
-        follower.accepted(
-            Accepted(
-                request_id=terms.request_id,
-                model=terms.model,
-                version_digest=terms.version_digest,
-                route_revision=terms.route_revision,
-                seed=terms.seed,
-                prompt_tokens=terms.prompt_tokens,
-                received_unix_us=terms.received_unix_us,
-                replayed=replayed,
-                degradations=degraded_out(terms.degraded),
-                form=terms.form,
-            )
-        )
+        degradations = degraded_out(terms.degraded)
+        follower.accepted(with_fields_of(terms, Accepted, replayed=replayed, degradations=degradations))
 
     def _fail_beyond(self, choice: int, token: int, why: str) -> None:
         for follower in list(self._followers):

@@ -7,7 +7,7 @@ earlier one, as after a write whose answer was lost: each entry carries its offs
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -97,6 +97,7 @@ class RecordedFailure(msgspec.Struct, array_like=True, tag="e", frozen=True):
     metadata: dict[str, str]
 
 
+T = TypeVar("T")
 _LOGPROBS: Final = Logprobs.__struct_fields__
 _KINDS: Final = frozenset(kind.value for kind in DegradationKind)
 
@@ -128,14 +129,21 @@ def logprobs_out(values: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(*(getattr(value, name) for name in _LOGPROBS)) for value in written)
 
 
+def with_fields_of(value: object, kind: type[T], /, **more: Any) -> T:
+    """Return a ``kind`` with the fields that ``value`` has under the same names, and ``more``."""
+    names: tuple[str, ...] = getattr(kind, "__match_args__")  # noqa: B009 - of structs and dataclasses alike
+    shared = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return kind(**shared | more)
+
+
 def degraded_in(values: Sequence[Degradation]) -> tuple[Degraded, ...]:
-    return tuple(Degraded(one.kind.value, one.original, one.applied, one.pressure_ratio) for one in values)
+    return tuple(with_fields_of(one, Degraded, kind=one.kind.value) for one in values)
 
 
 def degraded_out(values: Sequence[Degraded]) -> tuple[Degradation, ...]:
     """Return the entries of a supported kind; a later release may write other kinds."""
     return tuple(
-        Degradation(DegradationKind(one.kind), one.original, one.applied, one.pressure_ratio)
+        with_fields_of(one, Degradation, kind=DegradationKind(one.kind))
         for one in values
         if one.kind in _KINDS
     )
@@ -172,16 +180,12 @@ def failure_in(error: FairwayError) -> RecordedFailure:
 
 def terms_of(spec: GenerationSpec, degradations: Sequence[Degradation], unix_s: float) -> AcceptedTerms:
     """Return the record's acceptance of a request as it is served."""
-    return AcceptedTerms(
-        request_id=spec.request_id,
-        model=spec.model,
-        version_digest=spec.version_digest,
-        route_revision=spec.route_revision,
+    return with_fields_of(
+        spec,
+        AcceptedTerms,
         seed=spec.sampling.seed,
         prompt_tokens=len(spec.prompt.ids),
         max_output_tokens=spec.limits.max_tokens,
         received_unix_us=int(unix_s * 1e6),
         degraded=degraded_in(degradations),
-        form=spec.form,
-        constrained_form=spec.constrained_form,
     )

@@ -17,7 +17,7 @@ import structlog
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Principal
-from services.core.limits import Claim, Price
+from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
@@ -198,7 +198,9 @@ class RequestAdmission:
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
         tenant = self._identity.still_valid(principal)
-        await self._ports.limiter.spend(tenant.meta.name, tenant.requests_per_minute)
+        calls = Limit(LimitKind.REQUESTS, tenant.requests_per_minute, name=WORK)
+        if self._ports.limiter is not None:
+            await self._ports.limiter.take(tenant.meta.name, [Claim(calls)])
 
     async def _degraded(
         self,

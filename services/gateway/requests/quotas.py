@@ -17,7 +17,7 @@ from services.core.limits import Claim, Limit, Price
 from services.core.usage import RequestUsage
 from services.gateway.policy.claims import Payer, RequestBound
 from services.gateway.service_types import Ports
-from services.ports.limiter import NO_PRICE, Limiter, Reservation
+from services.ports.limiter import NO_PRICE, AtOnce, Reservation
 from services.runtime.identity import KeyDirectory
 
 log = structlog.get_logger()
@@ -75,15 +75,13 @@ class RequestQuotas:
         A call cancelled before the store's answer releases all of it afterwards.
         """
         ports = self._ports
-        if ports.held is not None:
-            held = ports.held.admit_held(tenant_id, request_id, limits)
-            if held is not None:
-                ports.telemetry.admission(_ADMITTED)
-                return HeldQuota(held, ports)
-        admission = ports.supervisor.spawn(
-            f"admit {request_id}",
-            _as_value(ports.limiter.admit(tenant_id, request_id, limits, claims, price)),
-        )
+        if ports.limiter is None:
+            return HeldQuota(Reservation(tenant_id, request_id), ports)
+        answer = ports.limiter.admit(tenant_id, request_id, limits, claims, price)
+        if isinstance(answer, AtOnce):
+            ports.telemetry.admission(_ADMITTED)
+            return HeldQuota(answer.value, ports)
+        admission = ports.supervisor.spawn(f"admit {request_id}", _as_value(answer))
         try:
             reservation = granted(await asyncio.shield(admission), ports)
         except asyncio.CancelledError:
@@ -113,16 +111,14 @@ class HeldQuota:
 
         Raises TokenRateExceeded, BudgetExceeded.
         """
-        if all(claim in self.reservation.claims for claim in claims):
-            return
         ports = self._ports
-        if ports.held is not None and ports.held.reserve_held(self.reservation, claims):
+        if ports.limiter is None or all(claim in self.reservation.claims for claim in claims):
             return
-        self._claiming = ports.supervisor.spawn(
-            f"reserve {self.reservation.request_id}",
-            _as_value(ports.limiter.reserve(self.reservation, claims, price)),
-        )
-        self.reservation = granted(await asyncio.shield(self._claiming), ports)
+        answer = ports.limiter.reserve(self.reservation, claims, price)
+        if not isinstance(answer, AtOnce):
+            name = f"reserve {self.reservation.request_id}"
+            self._claiming = ports.supervisor.spawn(name, _as_value(answer))
+            self.reservation = granted(await asyncio.shield(self._claiming), ports)
 
     async def undo(self, error: BaseException) -> None:
         """Release everything because of an error, which is returned to the client afterwards.
@@ -139,7 +135,9 @@ class HeldQuota:
         claiming, self._claiming = self._claiming, None
         if claiming is not None and isinstance(outcome := await claiming, Reservation):
             self.reservation = outcome
-        await _settle_or_log(self._ports.limiter, self.reservation, Usage(0, 0))
+        if self._ports.limiter is not None:
+            settling = self._ports.limiter.settle(self.reservation, Usage(0, 0))
+            await _settled_or_logged(settling, self.reservation)
 
 
 async def settled(ports: Ports, reservation: Reservation, event: RequestUsage) -> None:
@@ -152,10 +150,10 @@ async def settled(ports: Ports, reservation: Reservation, event: RequestUsage) -
     the request are booked; in the other order the ledger would have what the limiter never charged.
     """
     try:
-        if ports.held is not None and ports.held.settle_held(reservation, event.usage):
-            return
-        settling = _settle_or_log(ports.limiter, reservation, event.usage)
-        await asyncio.shield(ports.supervisor.spawn(f"settle {reservation.request_id}", settling))
+        settling = ports.limiter.settle(reservation, event.usage) if ports.limiter is not None else None
+        if settling is not None and not isinstance(settling, AtOnce):
+            name, logged = f"settle {reservation.request_id}", _settled_or_logged(settling, reservation)
+            await asyncio.shield(ports.supervisor.spawn(name, logged))
     finally:
         ports.report_usage(event)
 
@@ -182,9 +180,9 @@ def check_timeout(asked_s: float, longest: RequestBound) -> None:
         )
 
 
-async def _settle_or_log(limiter: Limiter, reservation: Reservation, usage: Usage) -> None:
+async def _settled_or_logged(settling: Awaitable[None], reservation: Reservation) -> None:
     try:
-        await limiter.settle(reservation, usage)
+        await settling
     except FairwayError as error:
         log.warning("request.settle_failed", request_id=reservation.request_id, reason=error.reason)
 

@@ -14,9 +14,9 @@ from services.core.generation import MAX_CONSTRAINT_BYTES, Constraint, Constrain
 from services.core.outputs.forms import OutputForm, Tool, ToolChoice, ToolMode, name_for_model, named_form
 from services.core.records import Deployment
 from services.gateway.outputs.forms import CallRules, call_grammar, reasoned_grammar, texts_of
-from services.gateway.text.text_model import TextModel
+from services.gateway.text.text_model import ChatMessage, Conversation, TextModel
 from services.gateway.text.tokenise import Tokeniser
-from services.rpc.convert.inference import tool_choice_from_proto, tools_from_proto
+from services.rpc.convert.inference import CALL, tool_choice_from_proto, tools_from_proto
 
 MAX_TOOL_BYTES: Final = 256 * 1024
 MAX_SCHEMA_DEPTH: Final = 64
@@ -301,3 +301,20 @@ def _content(constraint: Constraint, form: OutputForm, *, beside_text: bool) -> 
             "json_schema is refused: beside tools it has to be an object",
             field="sampling.constraint.json_schema",
         ) from None
+
+
+def conversation_of(generation: inference_pb2.Generation) -> Conversation:
+    """Return the turns, the variables and the tools that the template sees."""
+    chat = generation.chat
+    messages = [
+        ChatMessage(
+            turn.role,
+            turn.content,
+            turn.name,
+            tuple(map(CALL.from_proto, turn.tool_calls)),
+            turn.tool_call_id,
+            turn.reasoning_content,
+        )
+        for turn in chat.messages
+    ]
+    return Conversation(messages, chat.template_variables, tool_use(generation).tools)

@@ -28,13 +28,13 @@ from services.core.records import Priority
 from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, PinnedVersion, Route
 from services.gateway.policy.claims import NO_BOUNDS, RequestBound, RequestBounds
-from services.gateway.requests.conversation import conversation_of
 from services.gateway.requests.scoring import check_scores, check_scoring
 from services.gateway.requests.tool_use import (
     OutputForms,
     ResolvedForm,
     ToolUse,
     check_tools,
+    conversation_of,
     declared_form,
     spelled_ids,
     tool_use,

@@ -108,7 +108,7 @@ class RedisLink:
 
 
 class RemoteLimiter:
-    """Implements ``ports.limiter.SharedLimits`` over a link."""
+    """Implements ``ports.limiter.Limiter`` over a link."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -129,9 +129,6 @@ class RemoteLimiter:
         self, reservation: Reservation, claims: Sequence[LimitClaim], price: Price
     ) -> Reservation:
         return await self._link.ask(lambda redis: redis.limiter.reserve(reservation, claims, price))
-
-    async def spend(self, tenant_id: str, per_minute: int) -> None:
-        await self._link.ask(lambda redis: redis.limiter.spend(tenant_id, per_minute))
 
     async def take(self, tenant_id: str, claims: Sequence[LimitClaim]) -> None:
         await self._link.ask(lambda redis: redis.limiter.take(tenant_id, claims))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Awaitable, Sequence
 from random import Random
 from typing import Any
 
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.quotas.slices import SliceSettings, TenantSlices
+from services.adapters.quotas.hot_tenants import SliceSettings, TenantSlices
 from services.core.errors import OverQuota, RequestRateExceeded, TokenRateExceeded
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Price, Scope
-from services.ports.limiter import Reservation
+from services.ports.limiter import NO_PRICE, Reservation
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
 
@@ -38,32 +39,23 @@ class CountedStore(MemoryLimiter):
         return await super().admit(tenant_id, request_id, *rest, **named)
 
 
-class HeldFirst(GatewayLimiter):
-    """Asks what is held first, as a gateway does."""
+class NeverAtOnce(GatewayLimiter):
+    """Decides on the way of what has to wait for the store."""
 
-    async def admit(
-        self, tenant_id: str, request_id: str, limits: Sequence[Limit], *rest: Any, **named: Any
-    ) -> Reservation:
-        held = self.admit_held(tenant_id, request_id, limits)
-        return held or await super().admit(tenant_id, request_id, limits, *rest, **named)
+    def admit(
+        self,
+        tenant_id: str,
+        request_id: str,
+        limits: Sequence[Limit],
+        claims: Sequence[Claim] = (),
+        price: Price = NO_PRICE,
+    ) -> Awaitable[Reservation]:
+        return self._admit(tenant_id, request_id, limits, claims, price)
 
-    async def reserve(self, reservation: Reservation, claims: Sequence[Claim], price: Price) -> Reservation:
-        if self.reserve_held(reservation, claims):
-            return reservation
-        return await super().reserve(reservation, claims, price)
-
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        if not self.settle_held(reservation, usage):
-            await super().settle(reservation, usage, spooled=spooled)
-
-
-Make = type[GatewayLimiter]
-
-
-@pytest.fixture(params=[GatewayLimiter, HeldFirst], ids=["limiter", "held_first"])
-def make(request: pytest.FixtureRequest) -> Make:
-    found: Make = request.param
-    return found
+    def reserve(
+        self, reservation: Reservation, claims: Sequence[Claim], price: Price
+    ) -> Awaitable[Reservation]:
+        return self._reserve(reservation, claims, price)
 
 
 async def run_request(
@@ -80,10 +72,10 @@ async def run_request(
     return True
 
 
-async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant(make: Make) -> None:
+async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     for number in range(10_000):  # 5,000 a second
         assert await run_request(limiter, number)
         clock.now_s += 0.0002
@@ -94,20 +86,20 @@ async def test_the_store_sees_one_decision_in_a_hundred_of_a_hot_tenant(make: Ma
     assert store.calls - warm <= 200
 
 
-async def test_a_quiet_tenant_is_decided_in_the_store(make: Make) -> None:
+async def test_a_quiet_tenant_is_decided_in_the_store() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     for number in range(100):
         assert await run_request(limiter, number)
         clock.now_s += 0.1
     assert store.calls == 100
 
 
-async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of_its_time(make: Make) -> None:
+async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of_its_time() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     rate = Limit(LimitKind.REQUESTS, 600)
     while await run_request(limiter, store.calls, rate=rate):
         pass
@@ -125,30 +117,30 @@ async def test_a_rejection_that_is_repeated_without_the_store_states_the_rate_of
     assert after.reset_s == pytest.approx(before.reset_s - 0.04)
 
 
-async def test_slots_are_never_leased(make: Make) -> None:
+async def test_slots_are_never_leased() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     for number in range(1000):
         reservation = await limiter.admit("t", f"r{number}", [RATE, SLOTS])
         await limiter.settle(reservation, Usage(0, 0))
     assert store.calls == 1000
 
 
-async def test_limits_of_end_users_are_never_leased(make: Make) -> None:
+async def test_limits_of_end_users_are_never_leased() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     user = Limit(LimitKind.REQUESTS, 100_000, Scope.USER, "u")
     for number in range(1000):
         await limiter.admit("t", f"r{number}", [RATE, user])
     assert store.calls == 1000
 
 
-async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever(make: Make) -> None:
+async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever() -> None:
     """As those under an idempotency key are: their record settles them."""
     clock = HandClock()
-    limiter = make(CountedStore(clock), clock)
+    limiter = GatewayLimiter(CountedStore(clock), clock)
     for number in range(40_000):
         await limiter.admit("t", f"r{number}", [RATE])
         clock.now_s += 0.0005
@@ -157,12 +149,10 @@ async def test_requests_that_are_settled_elsewhere_are_not_kept_for_ever(make: M
 
 @pytest.mark.parametrize("gateways", [1, 3])
 @pytest.mark.parametrize("seed", range(2))
-async def test_all_gateways_together_admit_no_more_than_the_rate(
-    make: Make, gateways: int, seed: int
-) -> None:
+async def test_all_gateways_together_admit_no_more_than_the_rate(gateways: int, seed: int) -> None:
     clock, rng = HandClock(), Random(seed)
     store = CountedStore(clock)
-    limiters = [make(store, clock, gateways=lambda: gateways) for _ in range(gateways)]
+    limiters = [GatewayLimiter(store, clock, gateways=lambda: gateways) for _ in range(gateways)]
     rate, admitted = Limit(LimitKind.REQUESTS, 12_000), 0
     for number in range(16_000):  # 2,000 a second for 8 s, at a rate of 200 with a burst of a minute's
         admitted += await run_request(rng.choice(limiters), number, rate=rate, tokens=1, used=1)
@@ -171,10 +161,10 @@ async def test_all_gateways_together_admit_no_more_than_the_rate(
     assert most - rate.limit * SliceSettings().slice_ratio - 1 <= admitted <= most + 1
 
 
-async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait(make: Make) -> None:
+async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait() -> None:
     clock = HandClock()
     store = CountedStore(clock)
-    limiter = make(store, clock)
+    limiter = GatewayLimiter(store, clock)
     small = Limit(LimitKind.REQUESTS, 1200)
     admitted, waits_s = 0, []
     for number in range(3000):
@@ -189,14 +179,14 @@ async def test_a_rate_that_is_used_up_rejects_with_the_time_to_wait(make: Make) 
     assert store.calls < 1500
 
 
-async def test_tokens_are_corrected_in_the_slice(make: Make) -> None:
+async def test_tokens_are_corrected_in_the_slice() -> None:
     clock = HandClock()
-    limiter = make(CountedStore(clock), clock)
+    limiter = GatewayLimiter(CountedStore(clock), clock)
     for number in range(4000):  # claims 100,000 tokens a second, uses a tenth
         assert await run_request(limiter, number, tokens=100, used=10)
         clock.now_s += 0.001
     store = MemoryLimiter(clock)
-    exact = make(store, clock)
+    exact = GatewayLimiter(store, clock)
     rejected = 0
     for number in range(20_000):
         rejected += not await run_request(exact, number, tokens=100, used=100)
@@ -204,9 +194,9 @@ async def test_tokens_are_corrected_in_the_slice(make: Make) -> None:
     assert rejected == 0, "100,000 tokens a second is the rate"
 
 
-async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it(make: Make) -> None:
+async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it() -> None:
     clock = HandClock()
-    limiter = make(CountedStore(clock), clock)
+    limiter = GatewayLimiter(CountedStore(clock), clock)
     few = Limit(LimitKind.TOKENS, 1000)
     for number in range(300):
         await limiter.admit("t", f"r{number}", [RATE])
@@ -220,11 +210,11 @@ async def test_a_larger_request_than_was_rejected_before_is_not_taken_for_it(mak
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_is_held_decides_as_the_limiter_does(seed: int) -> None:
+async def test_what_is_decided_at_once_is_decided_alike(seed: int) -> None:
     """The same requests, some of them in flight together: the same outcomes and calls of the store."""
     clock, rng = HandClock(), Random(seed)
     stores = CountedStore(clock), CountedStore(clock)
-    limiters = GatewayLimiter(stores[0], clock), HeldFirst(stores[1], clock)
+    limiters = GatewayLimiter(stores[0], clock), NeverAtOnce(stores[1], clock)
     limits = [RATE], [RATE, SLOTS], [Limit(LimitKind.REQUESTS, 6000)], [Limit(LimitKind.REQUESTS, 0)]
     claims = (
         [Claim(TOKENS, 40), Claim(Limit(LimitKind.TOKENS, 0), 9)],
@@ -251,6 +241,21 @@ async def test_what_is_held_decides_as_the_limiter_does(seed: int) -> None:
     assert outcomes[0] == outcomes[1]
     assert stores[0].calls == stores[1].calls
     assert limiters[0].leased == limiters[1].leased
+
+
+async def test_an_answer_that_nobody_awaits_is_never_asked_for() -> None:
+    """A task that is to await it may be refused by a process that ends."""
+    clock = HandClock()
+    store = CountedStore(clock)
+    limiter = GatewayLimiter(store, clock)
+    held = await limiter.admit("t", "r1", [RATE])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        limiter.admit("t", "r2", [RATE])
+        limiter.reserve(held, [Claim(TOKENS, 1)], Price())
+        limiter.settle(held, Usage(1, 0))
+    assert found == []
+    assert store.calls == 1
 
 
 @settings(max_examples=100)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.adapters.quotas.local_shares import LocalShares
 from services.core.errors import ConcurrencyExceeded, OverQuota
 from services.core.generation import Usage
-from services.core.limits import Claim, Limit, LimitKind, Scope
+from services.core.limits import WORK, Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
@@ -28,10 +28,10 @@ LIMITS = (
     Limit(LimitKind.CONCURRENCY, 0, Scope.KEY, "k"),
 )
 TOKENS = Limit(LimitKind.TOKENS, 100)
-WORK = Limit(LimitKind.REQUESTS, 3)
+OTHER_WORK = [Claim(Limit(LimitKind.REQUESTS, 3, name=WORK))]
 NOTHING = Usage(0, 0)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["admit", "take", "spend", "renew", "settle", "wait"]), st.integers(0, 5)),
+    st.tuples(st.sampled_from(["admit", "take", "work", "renew", "settle", "wait"]), st.integers(0, 5)),
     max_size=80,
 )
 
@@ -77,8 +77,8 @@ def test_every_answer_is_that_of_the_store(steps: list[tuple[str, int]]) -> None
                     held[number] = Reservation("t", name, local=True)
             elif kind == "take":
                 assert here(partial(local.take, "t", claims)) == await there(store.take("t", claims))
-            elif kind == "spend":
-                assert here(partial(local.spend, "t", WORK)) == await there(store.spend("t", WORK.limit))
+            elif kind == "work":
+                assert here(partial(local.take, "t", OTHER_WORK)) == await there(store.take("t", OTHER_WORK))
             elif number in held and kind == "renew":
                 local.renew(held[number])
                 await store.renew([(held[number], NOTHING)])
@@ -140,9 +140,9 @@ def test_what_is_kept_of_tenants_and_lapsed_requests_is_bounded() -> None:
 def test_the_number_of_tenants_is_bounded() -> None:
     shares = LocalShares(HandClock())
     for number in range(100_000):
-        shares.spend(f"t{number}", WORK)
-    shares.spend("t0", WORK)
-    shares.spend("new", WORK)
+        shares.take(f"t{number}", OTHER_WORK)
+    shares.take("t0", OTHER_WORK)
+    shares.take("new", OTHER_WORK)
     assert len(shares._tenants) == 100_000
     assert "t0" in shares._tenants, "the one idle for longest is dropped"
     assert "t1" not in shares._tenants

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.adapters.redis.calls import BATCH_CALLS, Call, CallQueue
-from services.adapters.redis.loop_timeout import LoopTimeout
-from services.adapters.redis.scripts import RedisScripts
+from services.adapters.redis.scripts import BATCH_CALLS, Call, CallQueue, LoopTimeout, RedisScripts
 from services.core.errors import StoreUnavailable
 from services.runtime.clock import SystemClock
 

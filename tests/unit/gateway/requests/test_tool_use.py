@@ -19,10 +19,10 @@ from services.core.outputs.forms import CALL_FORMS, REASONING_FORMS, OutputForm,
 from services.core.records import DEPLOYMENTS, Deployment, KeyRole, Meta
 from services.gateway.outputs.forms import MarkToken
 from services.gateway.outputs.splitter import OutputSplitter
-from services.gateway.requests.conversation import conversation_of
 from services.gateway.requests.tool_use import (
     MAX_TOOL_BYTES,
     check_tools,
+    conversation_of,
     declared_form,
     spelled_ids,
     tool_use,

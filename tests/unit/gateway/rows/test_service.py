@@ -15,7 +15,7 @@ import pytest
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.quotas.slices import SliceSettings
+from services.adapters.quotas.hot_tenants import SliceSettings
 from services.core.errors import (
     BudgetExceeded,
     ConcurrencyExceeded,
@@ -472,7 +472,7 @@ def at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def test_a_hot_tenant_is_admitted_reserved_and_settled_at_once(folders: dict[str, Path]) -> None:
     clock = HandClock()  # how much a slice holds depends on the demand of a second
     limiter = GatewayLimiter(MemoryLimiter(clock), clock, slices=SliceSettings(hot_per_s=3))
-    async with rows_gateway(folders, limiter=limiter, held=limiter) as gateway:
+    async with rows_gateway(folders, limiter=limiter) as gateway:
         gateway.put_tenant(
             Tenant(Meta("acme"), requests_per_minute=1_000_000, tokens_per_minute=1_000_000_000)
         )
