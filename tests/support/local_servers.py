@@ -13,8 +13,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
+from fairway.cli.fleet.options import LOOPBACK
 from fairway.cli.fleet.ports import hold_free_port
-from fairway.cli.fleet.roles import LOOPBACK
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
