@@ -7,13 +7,19 @@ Arguments and results are the messages of ``fairway.v1.controlplane_pb2``, as th
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from fairway.client.admin import watch as admin_wait
 from fairway.client.admin.calls import Service
-from fairway.client.admin.watch import OnLost, WatchUpdate, watch_resources
+from fairway.client.admin.watch import (
+    WAIT_S,
+    OnLost,
+    WatchUpdate,
+    until_drained,
+    until_ready,
+    watch_resources,
+)
 from fairway.client.errors import Conflict, NotFound
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
@@ -48,12 +54,12 @@ async def read_change_write(
 class Reading(Generic[T]):
     """Operations of every kind. ``timeout_s`` None: the client's options apply, here and below."""
 
-    def __init__(self, service: Service, noun: str, kind: cp.ResourceKind.ValueType) -> None:
-        """``noun``: the name in the service's methods, such as "Tenant"."""
+    _noun: ClassVar[str]  # the name in the service's methods
+
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._noun = noun
-        self._field = noun.lower()
-        self._kind = kind
+        self._field = self._noun.lower()
+        self._kind = cp.ResourceKind.Value(f"RESOURCE_KIND_{self._noun.upper()}")
 
     async def list(self, *, limit: int | None = None, timeout_s: float | None = None) -> Sequence[T]:
         """Return all of them, or the first ``limit``, in the order of their names."""
@@ -127,8 +133,7 @@ class Writing(Reading[T]):
 class Tenants(Writing[cp.Tenant]):
     """The unit of quotas and isolation."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Tenant", cp.RESOURCE_KIND_TENANT)
+    _noun = "Tenant"
 
     async def create(self, tenant: cp.Tenant, *, timeout_s: float | None = None) -> cp.Tenant:
         """Return it as stored. Raises Conflict for a name that is taken."""
@@ -141,8 +146,7 @@ class Keys(Writing[cp.Key]):
     An update leaves role, tenant and secret unchanged.
     """
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Key", cp.RESOURCE_KIND_KEY)
+    _noun = "Key"
 
     async def create(self, key: cp.Key, *, timeout_s: float | None = None) -> cp.CreateKeyResponse:
         """Return the key and its ``secret``, which cannot be read again."""
@@ -164,8 +168,7 @@ class Keys(Writing[cp.Key]):
 class Budgets(Writing[cp.Budget]):
     """What the requests of a tenant, a key or an end user may cost. Their scope never changes."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Budget", cp.RESOURCE_KIND_BUDGET)
+    _noun = "Budget"
 
     async def create(self, budget: cp.Budget, *, timeout_s: float | None = None) -> cp.Budget:
         """Return it as stored. Raises Conflict for a name that is taken."""
@@ -176,8 +179,7 @@ class Objectives(Writing[cp.Objective]):
     """What the requests of a model and class are promised, and what was measured. Model and class never
     change."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Objective", cp.RESOURCE_KIND_OBJECTIVE)
+    _noun = "Objective"
 
     async def create(self, objective: cp.Objective, *, timeout_s: float | None = None) -> cp.Objective:
         """Return it as stored. Raises Conflict for a name that is taken."""
@@ -191,8 +193,7 @@ class Deployments(Writing[cp.Deployment]):
     moved since, unless it sets ``version``.
     """
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Deployment", cp.RESOURCE_KIND_DEPLOYMENT)
+    _noun = "Deployment"
 
     async def create(self, deployment: cp.Deployment, *, timeout_s: float | None = None) -> cp.Deployment:
         """Return it as stored. Raises Conflict for a name that is taken."""
@@ -251,7 +252,7 @@ class Deployments(Writing[cp.Deployment]):
         self,
         name: str,
         *,
-        timeout_s: float = admin_wait.WAIT_S,
+        timeout_s: float = WAIT_S,
         report: Callable[[cp.Deployment], None] | None = None,
     ) -> cp.Deployment:
         """Return it once it has exactly its replicas, all READY. ``report`` receives every value read.
@@ -259,7 +260,7 @@ class Deployments(Writing[cp.Deployment]):
         Raises WaitFailed, with the reason, as soon as a replica fails permanently; DeadlineExceeded.
         """
         checked_timeout_s(timeout_s)
-        return await admin_wait.until_ready(lambda: self.get(name), report, timeout_s=timeout_s)
+        return await until_ready(lambda: self.get(name), report, timeout_s=timeout_s)
 
 
 def _is_before(revision: cp.DeploymentRevision, present: cp.Deployment, name: str) -> bool:
@@ -285,8 +286,7 @@ class Rollouts(Reading[cp.Rollout]):
     ended.
     """
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Rollout", cp.RESOURCE_KIND_ROLLOUT)
+    _noun = "Rollout"
 
     async def create(
         self, rollout: cp.Rollout, *, dry_run: bool = False, timeout_s: float | None = None
@@ -331,8 +331,7 @@ class Rollouts(Reading[cp.Rollout]):
 class Nodes(Reading[cp.Node]):
     """The workers. ``delete`` removes a disconnected one and its assignment."""
 
-    def __init__(self, service: Service) -> None:
-        super().__init__(service, "Node", cp.RESOURCE_KIND_NODE)
+    _noun = "Node"
 
     async def cordon(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Node:
         """Assign no new work to a node; its present work stays."""
@@ -350,7 +349,7 @@ class Nodes(Reading[cp.Node]):
         self,
         name: str,
         *,
-        timeout_s: float = admin_wait.WAIT_S,
+        timeout_s: float = WAIT_S,
         report: Callable[[cp.Node], None] | None = None,
     ) -> cp.Node:
         """Return it once it has no assignment and no sequence. ``report`` receives every value read.
@@ -358,4 +357,4 @@ class Nodes(Reading[cp.Node]):
         Raises WaitFailed if it is not, or no longer, draining; DeadlineExceeded.
         """
         checked_timeout_s(timeout_s)
-        return await admin_wait.until_drained(lambda: self.get(name), report, timeout_s=timeout_s)
+        return await until_drained(lambda: self.get(name), report, timeout_s=timeout_s)

@@ -64,6 +64,14 @@ def test_help_has_examples_and_a_text_for_every_option(name: str, capsys: pytest
     assert all(line.startswith("    ") for line in examples), "examples are one paragraph"
 
 
+def test_options_of_a_group_stand_in_the_place_of_their_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["budgets", "create", "--help"])
+    options = capsys.readouterr().out.partition("Options:")[2]
+    places = [options.index(flag) for flag in ("--each-user", "--per-month", "--per-day", "--currency")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("arguments", [["--nope"], ["nodes"], [], ["nodes", "list", "--timeout", "x"]])
 def test_wrong_use_is_explained(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
