@@ -30,12 +30,12 @@ from scripts.house import (
 SOURCES = sources_of(code_files())
 # Each at its value, rounded up a little: a change lowers it and never raises it. The aim stands beside it.
 CAPS = {
-    "code_lines": 94_100,
-    "lines": 129_900,  # 118,000
-    "modules": 712,  # 600
-    "one_importer": 182,  # 110
+    "code_lines": 93_100,
+    "lines": 128_400,  # 118,000
+    "modules": 608,  # 600
+    "one_importer": 123,  # 110
     "double_names": 8,  # 10
-    "hand_copies": 260,  # 150
+    "hand_copies": 255,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 2,  # 2
