@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, Price, RateState
 
+P = ParamSpec("P")
 T = TypeVar("T")
 NO_PRICE: Final = Price()
 
@@ -55,6 +57,16 @@ class AtOnce(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         yield from ()
         return self.value
+
+
+class Later(Generic[T]):
+    """An answer that is asked for when it is awaited: a task that never began leaves no call behind."""
+
+    def __init__(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs) -> None:
+        self._call = partial(call, *args, **named)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._call().__await__()
 
 
 class Limiter(Protocol):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Final, Generic, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from services.core.errors import (
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, Claim, Limit, LimitKind, Price
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, AtOnce, Limiter, Reservation
+from services.ports.limiter import NO_PRICE, AtOnce, Later, Limiter, Reservation
 from services.runtime.telemetry.metrics import Metrics
 
 log = structlog.get_logger()
@@ -37,16 +36,6 @@ _LOG_EVERY_S: Final = 10.0
 _FULL_RETRY_S: Final = 5.0
 _SETTLE_RETRY_S: Final = 1.0
 _CLOSED_RETRY_S: Final = 1.0
-
-
-class _Later(Generic[T]):
-    """An answer that is asked for when it is awaited: a task that never began leaves no call behind."""
-
-    def __init__(self, call: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **named: P.kwargs) -> None:
-        self._call = partial(call, *args, **named)
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._call().__await__()
 
 
 class GatewayLimiter:
@@ -121,14 +110,14 @@ class GatewayLimiter:
         held = None if self._unsettled else self._hot.admit_held(tenant_id, request_id, limits)
         if held is not None:
             return AtOnce(held)
-        return _Later(self._admit, tenant_id, request_id, limits, claims, price)
+        return Later(self._admit, tenant_id, request_id, limits, claims, price)
 
     def reserve(
         self, reservation: Reservation, claims: Sequence[Claim], price: Price
     ) -> Awaitable[Reservation]:
         if self._hot.reserve_held(reservation, claims):
             return AtOnce(reservation)
-        return _Later(self._reserve, reservation, claims, price)
+        return Later(self._reserve, reservation, claims, price)
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
         try:
@@ -179,7 +168,7 @@ class GatewayLimiter:
             self._local.release(reservation)
         if self._hot.settle(reservation, usage):
             return AtOnce(None)
-        return _Later(self._settle, reservation, usage, spooled=spooled)
+        return Later(self._settle, reservation, usage, spooled=spooled)
 
     async def _settle(self, reservation: Reservation, usage: Usage, *, spooled: bool) -> None:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -67,8 +68,8 @@ def main(arguments: list[str]) -> NoReturn:
     channel = socket.socket(fileno=options.fd)
     try:
         _serve(channel)
-    except OSError:  # the gateway has disconnected
-        os._exit(0)
+    except OSError as error:  # the gateway has disconnected, or a call of the system found no memory
+        os._exit(EXIT_MEMORY if error.errno == errno.ENOMEM else 0)
     except MemoryError:
         os._exit(EXIT_MEMORY)
     except BaseException:  # a panic in a native library is no Exception
