@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from services.core.errors import OverQuota
 from services.core.generation import Usage
 from services.core.limits import BUDGETS, TOKEN_RATES, Claim, Limit, LimitKind, Price, Scope
 from services.ports.clock import Clock
-from services.ports.limiter import NO_PRICE, Reservation, Spent
+from services.ports.limiter import NO_PRICE, Later, Reservation, Spent
 
 _KEPT_PERIODS: Final = 40
 _DAY_S: Final = 86_400
@@ -199,7 +199,10 @@ class MemoryLimiter:
                 self._hold(tenant, request_id, record.claims)
                 self._change(tenant, record, checkpoint=usage)
 
-    async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
+    def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> Awaitable[None]:
+        return Later(self.settle_now, reservation, usage)
+
+    async def settle_now(self, reservation: Reservation, usage: Usage) -> None:
         self.settle_for(self._settled_keep_us / 1e6, reservation, usage)
 
     def settle_for(self, keep_s: float, reservation: Reservation, usage: Usage) -> None:

@@ -138,7 +138,7 @@ class RemoteLimiter:
             await self._link.ask(lambda redis: redis.limiter.renew(running))
 
     async def settle(self, reservation: Reservation, usage: Usage, *, spooled: bool = False) -> None:
-        await self._link.ask(lambda redis: redis.limiter.settle(reservation, usage))
+        await self._link.ask(lambda redis: redis.limiter.settle_now(reservation, usage))
 
 
 class RemoteRecords:

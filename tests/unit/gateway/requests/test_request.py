@@ -38,7 +38,7 @@ from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.terms import Admitted, Charge, RunTerms
 from services.gateway.service_types import GatewayLimits, Ports
-from services.ports.limiter import Later, Reservation
+from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
@@ -152,16 +152,11 @@ class SlotLimiter(MemoryLimiter):
         self.running.add(request_id)
         return await super().admit(tenant_id, request_id, *rest, **named)
 
-    def settle(  # type: ignore[override]  # a test that ends first leaves no call behind
-        self, reservation: Reservation, usage: Usage, *, spooled: bool = False
-    ) -> Awaitable[None]:
-        return Later(self._settle, reservation, usage)
-
-    async def _settle(self, reservation: Reservation, usage: Usage) -> None:
+    async def settle_now(self, reservation: Reservation, usage: Usage) -> None:
         await asyncio.sleep(0)
         self.running.remove(reservation.request_id)
         self.usage.append(usage)
-        await super().settle(reservation, usage)
+        await super().settle_now(reservation, usage)
 
 
 def payer() -> Payer:
