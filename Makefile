@@ -59,10 +59,10 @@ else
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "$(DAILY)" $(ARGS)
 endif
 
-test-quick: setup-dev s3-env ## Run those that start no installation (at most 4 minutes on two cores)
+test-quick: setup-dev s3-env ## Run those that start no installation (about 5 minutes on two cores)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not stack and $(DAILY)" $(ARGS)
 
-test-stack: setup-dev e2e-env ## Run those on installations, one for each kind of configuration (at most 4 minutes)
+test-stack: setup-dev e2e-env ## Run those on installations, shared where their configuration is one of two (about 3 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "stack and $(DAILY)" $(ARGS)
 
 test-long: setup-dev e2e-env s3-env ## Run the tests in tests/long_tests.txt (about 15 minutes)

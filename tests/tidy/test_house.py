@@ -30,18 +30,18 @@ from scripts.house import (
 SOURCES = sources_of(code_files())
 # Each at its value, rounded up a little: a change lowers it and never raises it. The aim stands beside it.
 CAPS = {
-    "code_lines": 93_100,
+    "code_lines": 93_000,
     "lines": 128_400,  # 118,000
-    "modules": 608,  # 600
-    "one_importer": 123,  # 110
+    "modules": 607,  # 600
+    "one_importer": 122,  # 110
     "double_names": 8,  # 10
-    "hand_copies": 255,  # 150
+    "hand_copies": 254,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 2,  # 2
     "fair_orders": 5,  # 4
     "lonely_protocols": 0,  # 0
-    "fragments_percent": 2.5,  # 8
+    "fragments_percent": 2.0,  # 8
 }
 
 
