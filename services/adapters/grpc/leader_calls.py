@@ -120,7 +120,7 @@ class GrpcQueues(LeaderCalls):
 class GrpcSlis(LeaderCalls):
     """Reports to and queries of the leader's store of service level indicators.
 
-    Implements the gateway's port and ``controlplane.objectives.listing.LeadingSlis``.
+    Implements the gateway's port and ``controlplane.objectives.servicer.LeadingSlis``.
     """
 
     def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
@@ -153,7 +153,7 @@ class GrpcSlis(LeaderCalls):
 class GrpcUsage(LeaderCalls):
     """Reports to and queries of the leader's usage ledger.
 
-    Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.listing.LeadingLedger``.
+    Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.servicer.LeadingLedger``.
     """
 
     def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.adapters.quotas.quota import used_of
+from services.adapters.quotas.quota import on_limits, used_of
 from services.core.errors import OverQuota, retry_in
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Scope
@@ -241,7 +241,7 @@ class HotTenants:
         """Return whether the claims are reserved. If not, the store decides, also on the settlement."""
         if reservation.request_id not in self._leased:
             return False
-        leased = tuple(claim for claim in claims if claim.limit.limit > 0)
+        leased = on_limits(claims)
         if not all(is_leasable(claim.limit) for claim in leased):
             # The store makes a record, of the budgets and of the token rates.
             del self._leased[reservation.request_id]
@@ -258,7 +258,7 @@ class HotTenants:
         tenant = self._tenants.get(reservation.tenant_id)
         if tenant is None or reservation.request_id not in self._leased:
             return False
-        leased = tuple(claim for claim in claims if claim.limit.limit > 0)
+        leased = on_limits(claims)
         now_s = self._clock.monotonic_s()
         if not all(is_leasable(claim.limit) for claim in leased) or not tenant.take(leased, now_s):
             return False

@@ -16,6 +16,7 @@ from services.adapters.quotas.quota import (
     TOKEN_UNITS,
     limited,
     most,
+    on_limits,
     rate_state,
     rejection,
     tightest,
@@ -141,7 +142,7 @@ class TenantCounts:
 
     def take(self, claims: Sequence[Claim], now_us: int) -> None:
         """Count all claims on rates, or raise the rejection of the first claim that does not fit."""
-        claims = [claim for claim in claims if claim.limit.limit > 0]
+        claims = on_limits(claims)
         self.require(claims, now_us)
         for claim in claims:
             if claim.limit.kind is not LimitKind.CONCURRENCY:

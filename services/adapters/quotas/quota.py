@@ -40,9 +40,14 @@ def most(limit: Limit) -> int:
     return max(0, min(limit.limit, MOST.get(limit.kind, MAX_TOKENS_PER_MINUTE)))
 
 
+def on_limits(claims: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Return the claims on a limit, since a limit of 0 or less is none."""
+    return tuple(claim for claim in claims if claim.limit.limit > 0)
+
+
 def limited(claims: Iterable[Claim]) -> tuple[Claim, ...]:
     """Return the claims on a limit. Raises what ``too_large`` returns for a claim that never fits."""
-    found = tuple(claim for claim in claims if claim.limit.limit > 0)
+    found = on_limits(claims)
     for claim in found:
         if claim.amount > most(claim.limit):
             raise too_large(claim)

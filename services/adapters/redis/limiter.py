@@ -28,6 +28,7 @@ from services.adapters.quotas.quota import (
     fitting,
     limited,
     most,
+    on_limits,
     rate_state,
     rejection,
     tightest,
@@ -134,7 +135,7 @@ class RedisLimiter:
         return replace(wanted, token_rate=_tightest_of(rates, TOKEN_RATES))
 
     async def take(self, tenant_id: str, claims: Sequence[Claim]) -> None:
-        claims = [claim for claim in claims if claim.limit.limit > 0]
+        claims = on_limits(claims)
         keys = [limit_key(tenant_id, claim.limit) for claim in claims]
         amounts = [part for claim in claims for part in (claim.limit.kind, most(claim.limit), claim.amount)]
         if not claims:

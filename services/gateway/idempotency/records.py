@@ -101,8 +101,8 @@ class PendingRecordEnds:
         self._released = released
         self._records: OrderedDict[KeyedRecord, None] = OrderedDict()
         self._of_tenant: Counter[str] = Counter()
-        self._bytes = 0  # of the retained ends
-        self._has_ends = asyncio.Event()  # at least one end is retained
+        self._bytes = 0  # size of the retained ends
+        self._has_ends = asyncio.Event()  # set while an end is retained
 
     def __len__(self) -> int:
         return len(self._records)
@@ -171,9 +171,7 @@ class PendingRecordEnds:
         self._bytes -= record.end_bytes
         if not self._records:
             self._has_ends.clear()
-        self._of_tenant[record.key.tenant_id] -= 1
-        if not self._of_tenant[record.key.tenant_id]:
-            del self._of_tenant[record.key.tenant_id]
+        subtract(self._of_tenant, record.key.tenant_id)
 
     def check_integrity(self) -> None:
         assert self._of_tenant == Counter(record.key.tenant_id for record in self._records), (
@@ -197,7 +195,7 @@ class KeyedRecords:
         self._supervisor = supervisor
         self._capacity = capacity
         self._records: dict[tuple[RecordKey, str], KeyedRecord] = {}
-        self._has_records = asyncio.Event()  # at least one record exists
+        self._has_records = asyncio.Event()  # set while a record exists
         self._followers: dict[RecordFollower, str] = {}
         self._per_tenant: Counter[str] = Counter()
         self._flusher = RecordFlusher(ports, self.owned)

@@ -20,15 +20,15 @@ from services.core.records import Priority
 from services.ports.clock import Clock
 from services.ports.rows import SlotClient
 
-RISE_S: Final = 0.002  # between two messages about a demand that rises
-_GAP_S: Final = 0.02  # between two other messages about one demand
+RISE_S: Final = 0.002  # least time between two messages about a demand that rises
+_GAP_S: Final = 0.02  # least time between two other messages about one demand
 _FALL_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Demand:
     weight: float = 1.0
-    priorities: Counter[Priority] = field(default_factory=Counter)  # of its rows
+    priorities: Counter[Priority] = field(default_factory=Counter)  # rows by priority
     rows: int = 0
     peak: int = 0
     peak_s: float = 0.0  # when it last had so many rows

@@ -45,7 +45,7 @@ def order_of(request: RowsRequest, number: int) -> Order:
 @dataclass(slots=True)
 class _Tenant:
     entries: list[tuple[Order, QueuedRow]] = field(default_factory=list)  # sorted
-    rate: EndRate = field(default_factory=EndRate)  # of its rows, since some wait
+    rate: EndRate = field(default_factory=EndRate)  # rate at which its rows end, since some wait
 
 
 class RowQueue:

@@ -76,7 +76,7 @@ class RemoteLedger:
 
 
 REDIS: Final = "redis"
-_REDIS_TIMEOUT_S: Final = 0.25  # the timeout of adapters.redis_limiter
+_REDIS_TIMEOUT_S: Final = 0.25  # the timeout of adapters.redis.limiter
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class _Watcher:
 
 
 class SimStore:
-    """Implements ``ports.store.Store`` for one process, with the time limits of ``adapters.etcd_store``."""
+    """Implements ``ports.store.Store`` for one process, with the time limits of ``adapters.etcd.store``."""
 
     def __init__(
         self,

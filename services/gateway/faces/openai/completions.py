@@ -61,7 +61,7 @@ class CompletionFrames(AnswerFrames):
             request_id, created_unix_s = self._request_id, self._created_unix_s
             if accepted.received_unix_us:
                 request_id, created_unix_s = original(accepted, number)
-            for header in difference_headers(accepted):  # which an error has too
+            for header in difference_headers(accepted):  # An answer that becomes an error has them as well.
                 self._reply.add_header(*header)
             answer = AnswerHead(
                 request_id,
