@@ -39,7 +39,7 @@ CAPS = {
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 2,  # 2
-    "fair_orders": 5,  # 4
+    "fair_orders": 4,  # 4
     "lonely_protocols": 0,  # 0
     "fragments_percent": 2.0,  # 8
 }
