@@ -15,7 +15,7 @@ import grpc
 
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.core.generation import Principal
 from services.core.limits import Price
 from services.core.records import (

@@ -20,7 +20,7 @@ from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.model_files.cache import ModelFiles
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import StoreQuarantine
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.process import Role
