@@ -30,10 +30,10 @@ from scripts.house import (
 SOURCES = sources_of(code_files())
 # Each at its value, rounded up a little: a change lowers it and never raises it. The aim stands beside it.
 CAPS = {
-    "code_lines": 93_000,
-    "lines": 128_400,  # 118,000
-    "modules": 607,  # 600
-    "one_importer": 122,  # 110
+    "code_lines": 92_900,
+    "lines": 128_200,  # 118,000
+    "modules": 593,  # 600
+    "one_importer": 113,  # 110
     "double_names": 8,  # 10
     "hand_copies": 254,  # 150
     "request_shapes": 12,  # 12

@@ -52,7 +52,7 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import ObserveExchange, build_app
 from services.gateway.faces.openai.server import HttpServer
-from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.faces.predict.routes import PredictServicer
 from services.gateway.faces.responses.background import ResponseParts
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService

@@ -29,8 +29,7 @@ from services.core.errors import (
 )
 from services.core.generation import Constraint
 from services.core.limits import share_of
-from services.gateway.policy.text_turns import Strikes
-from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
+from services.gateway.text.child import Cause, ProcessEnded, Strikes, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
     CheckConstraint,
