@@ -1,5 +1,5 @@
 """Imported before grpc: tests start processes, and grpc's fork handlers may crash a child before its exec."""
 
-from services.__main__ import prepare_grpc
+from services.runtime.process import grpc_environment
 
-prepare_grpc()
+grpc_environment.prepare()

@@ -24,7 +24,7 @@ KEY = (("authorization", "Bearer tenant-key"),)
 INTERNAL = "i" * 32
 MIB = 1024 * 1024
 # As ``python -m services`` does: grpc reads its environment when it is imported.
-_START = "from services.__main__ import prepare_grpc; prepare_grpc(); "
+_START = "from services.runtime.process import grpc_environment as grpc; grpc.prepare(); "
 _START += "from tests.support.rpc_process import main; main()"
 
 

@@ -32,8 +32,8 @@ SOURCES = sources_of(code_files())
 CAPS = {
     "code_lines": 92_900,
     "lines": 128_200,  # 118,000
-    "modules": 593,  # 600
-    "one_importer": 113,  # 110
+    "modules": 594,  # 600
+    "one_importer": 114,  # 110
     "double_names": 8,  # 10
     "hand_copies": 254,  # 150
     "request_shapes": 12,  # 12
