@@ -16,7 +16,7 @@ from services.worker.batcher.driver import Batcher
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.engine_process import Crashed, EngineExit
-from services.worker.slots.engine_settings import EngineSettings, Executor
+from services.worker.slots.engine_settings import EngineSettings, executor_of
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
     ALONE,
@@ -43,6 +43,7 @@ _LOADING_STEPS: Final = {
     "weights": "loading weights",
     "profile": "measuring memory",
     "warm_up": "warming up",
+    "canary": "trying what it promises",
 }
 
 
@@ -260,7 +261,7 @@ class VersionSlot:
 
     def _name_of(self, computation: str) -> str:
         """Return the name of its engine: only versions of one model share one."""
-        return f"{self.version.model} {computation}"
+        return f"{self.version.executor} {self.version.model} {computation}"
 
     async def _start_batcher(self, folder: Path) -> None:
         if self.version.executor == "null":
@@ -291,14 +292,15 @@ class VersionSlot:
         if self.version.executor != "null":  # a null engine allocates nothing
             bytes_per_value = 4 if settings.dtype == "float32" else 2
             weights = await self.files.weight_bytes(folder, bytes_per_value)
-            if settings.speculation == "draft":
+            if settings.speculation == "draft" and self.version.executor != "vllm":
                 draft = await asyncio.to_thread(draft_of, folder)
             if draft is not None:
                 weights += await self.files.weight_bytes(draft, bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # other loads may wait for this grant
-        executor: Executor = "null" if self.version.executor == "null" else "torch"
-        config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
+        config = settings.config(
+            folder, executor_of(self.version.executor), memory_bytes=memory_bytes, draft=draft
+        )
         config = structs.replace(config, itl_target_s=self.itl_target_s)
         return await self.files.limited(config, folder)
 
