@@ -263,8 +263,8 @@ class VersionSlot:
         return f"{self.version.model} {computation}"
 
     async def _start_batcher(self, folder: Path) -> None:
-        if self.version.executor == "null":
-            raise FailedPrecondition("a fixed-cost version needs its weights: it has no null executor")
+        if self.version.executor in ("null", "vllm"):
+            raise FailedPrecondition(f"a fixed-cost version has no executor {self.version.executor}")
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
@@ -297,7 +297,8 @@ class VersionSlot:
                 weights += await self.files.weight_bytes(draft, bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # other loads may wait for this grant
-        executor: Executor = "null" if self.version.executor == "null" else "torch"
+        named = self.version.executor
+        executor: Executor = named if named in ("null", "vllm") else "torch"  # type: ignore[assignment]
         config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
         config = structs.replace(config, itl_target_s=self.itl_target_s)
         return await self.files.limited(config, folder)
