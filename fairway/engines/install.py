@@ -34,6 +34,7 @@ NEWEST: Final = (3, 13)
 NEEDED_BYTES: Final = {"cpu": 6 * 1024**3, "cuda": 20 * 1024**3}
 PIP_S: Final = 3600.0
 CHECK_S: Final = 300.0
+_BEGUN: Final = "fairway-engine.begun"  # marks a folder as an installation's, whole or not
 _PROBE: Final = """
 import importlib.metadata as m, json, sys
 pins = json.loads(sys.argv[1])
@@ -81,11 +82,12 @@ def install(
     needed: tuple[str, ...] = NEEDED,
     needed_bytes: int | None = None,
 ) -> Installed:
-    """Return what is installed in ``folder``, which has it whole afterwards. Raises EngineProblem, OSError."""
+    """Return what ``folder`` has, whole, from now on. Raises EngineProblem, OSError."""
     digest = hashlib.sha256(pins.read_bytes()).hexdigest()
     version = next((found for name, found in pins_of(pins).items() if name.startswith("vllm")), "")
     wanted = Installed("vllm", version, device, digest)
-    if folder.exists() and installed_in(folder) is None and any(folder.iterdir()):
+    known = installed_in(folder) is not None or (folder / _BEGUN).exists()
+    if not known and folder.exists() and any(folder.iterdir()):
         raise EngineProblem(f"{folder} has files of something else", "name another folder with --dir")
     _require_python(python)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,8 @@ def install(
             )
         # Scripts of an environment name its folder, so it is made in its place; without a marker it is none.
         shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / _BEGUN).touch()
         report(f"creating the environment in {folder}")
         _run([python, "-m", "venv", str(folder)], "the environment cannot be created")
         _fill(str(folder / "bin" / "python"), device, pins, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,9 +60,15 @@ def _install(
 
     Packages come from where your pip is configured to take them. Workers find it at their next attempt.
     """
-    place, chosen = _folder(folder), {"python": python} if python else {}
+    place = _folder(folder)
     try:
-        done = install(place, device, lambda line: plain(err(), line), pins=pins_file(device), **chosen)
+        done = install(
+            place,
+            device,
+            lambda line: plain(err(), line),
+            pins=pins_file(device),
+            python=python or sys.executable,
+        )
     except EngineProblem as problem:
         raise CliError("ENGINE_NOT_INSTALLED", str(problem), next_step=problem.next_step) from problem
     except OSError as error:

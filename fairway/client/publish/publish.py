@@ -501,7 +501,8 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    servable_by, warnings = (), ()
+    servable_by: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     if not for_another_engine:
         servable_by, warnings = await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))

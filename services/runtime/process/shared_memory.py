@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Final
 
 SHARED: Final = Path("/dev/shm")
-# vLLM's segments between ranks, those of torch and those of Python's multiprocessing.
-_NAMES: Final = re.compile(r"vllm_dist_\S+|torch_\d+_\S+|psm_[0-9a-f]+")
+_RANKS: Final = "vllm_dist_"  # vLLM's segments between ranks
+# Besides those of torch and those of Python's multiprocessing, which other programs make as well.
+_NAMES: Final = re.compile(_RANKS + r"\S+|torch_\d+_\S+|psm_[0-9a-f]+")
 
 
 def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path("/proc")) -> int:
     """Remove this user's segments that are younger than ``since_unix_s`` and that no process maps.
 
-    Return how many. Where a process of this user cannot be read, nothing is removed. Blocks for I/O.
+    Return how many. Where a process of this user cannot be read, which no engine's is, only segments between
+    ranks are removed. Blocks for I/O.
     """
     found: set[Path] = set()
     with contextlib.suppress(OSError):
@@ -28,26 +30,25 @@ def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path(
                     found.add(path)
     if not found:
         return 0
-    try:
-        mapped = _mapped(processes, str(folder))
-    except OSError:
-        return 0
+    mapped, is_whole = _mapped(processes, str(folder))
     removed = 0
     for path in found:
-        if str(path) not in mapped:
+        if str(path) not in mapped and (is_whole or path.name.startswith(_RANKS)):
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed += 1
     return removed
 
 
-def _mapped(processes: Path, folder: str) -> set[str]:
-    """Return the files below the folder that processes of this user map or hold open. Raises OSError."""
+def _mapped(processes: Path, folder: str) -> tuple[set[str], bool]:
+    """Return the files below the folder that processes of this user map or hold open, and whether all could
+    be read."""
     found: set[str] = set()
+    is_whole = True
     for process in processes.iterdir():
         if not process.name.isdecimal():
             continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        try:
             if process.stat().st_uid != os.getuid():
                 continue
             for line in (process / "maps").read_text().splitlines():
@@ -56,4 +57,8 @@ def _mapped(processes: Path, folder: str) -> set[str]:
             for held in (process / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):
                     found.add(os.readlink(held))
-    return found
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        except OSError:
+            is_whole = False
+    return found, is_whole

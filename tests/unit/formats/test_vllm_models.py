@@ -165,7 +165,7 @@ def test_shards_are_served() -> None:
 def test_no_configuration_ends_the_check() -> None:
     """Values drawn by seed in place of each field: each has an answer, sizes out of bounds are refused."""
     rng = random.Random(37)
-    values = [None, True, -1, 0, 10**30, 1e308, "x", [], {}, [[]], {"a": [1]}, 2**31 + 1]
+    values: list[Any] = [None, True, -1, 0, 10**30, 1e308, "x", [], {}, [[]], {"a": [1]}, 2**31 + 1]
     for name in PROVED:
         for field in [
             *family(name),
