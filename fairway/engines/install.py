@@ -193,7 +193,14 @@ def _call(
     """Run a command; one that is not there or takes too long fails as others do."""
     try:
         return subprocess.run(
-            command, env=env, cwd=folder, capture_output=True, text=True, timeout=most_s, check=False
+            command,
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=most_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"it took more than {most_s:g} s")

@@ -60,14 +60,14 @@ def _install(
 
     Packages come from where your pip is configured to take them. Workers find it at their next attempt.
     """
-    place = _folder(folder)
+    place, own = _folder(folder), python or sys.executable
     try:
         done = install(
             place,
             device,
             lambda line: plain(err(), line),
             pins=pins_file(device),
-            python=python or sys.executable,
+            python=own,
         )
     except EngineProblem as problem:
         raise CliError("ENGINE_NOT_INSTALLED", str(problem), next_step=problem.next_step) from problem

@@ -51,7 +51,7 @@ def _mapped(processes: Path, folder: str) -> tuple[set[str], bool]:
         try:
             if process.stat().st_uid != os.getuid():
                 continue
-            for line in (process / "maps").read_text().splitlines():
+            for line in (process / "maps").read_text("utf-8", "replace").splitlines():
                 if folder in line:
                     found.add(line[line.index(folder) :])
             for held in (process / "fd").iterdir():

@@ -18,13 +18,17 @@ def test_what_no_process_maps_is_removed(tmp_path: Path) -> None:
         path.write_bytes(b"x" * 4096)
     os.utime(older, (began_s - 3600, began_s - 3600))
     with used.open("r+b") as stream, mmap.mmap(stream.fileno(), 0):
-        assert sweep(began_s, folder=tmp_path) == 3
+        own = tmp_path.parent / f"{tmp_path.name}-proc"
+        own.mkdir()
+        (own / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+        assert sweep(began_s, folder=tmp_path, processes=own) == 3
     assert sorted(tmp_path.iterdir()) == sorted([used, older, foreign])
 
 
-def test_nothing_is_removed_where_a_process_cannot_be_read(tmp_path: Path) -> None:
+def test_only_segments_of_ranks_are_removed_where_a_process_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
-    (tmp_path / "shm" / "psm_0a").touch()
+    for name in ("psm_0a", "vllm_dist_0a-cpushm_0"):
+        (tmp_path / "shm" / name).touch()
     (tmp_path / "proc" / "1" / "maps").mkdir(parents=True)
-    assert sweep(0.0, folder=tmp_path / "shm", processes=tmp_path / "proc") == 0
-    assert (tmp_path / "shm" / "psm_0a").exists()
+    assert sweep(0.0, folder=tmp_path / "shm", processes=tmp_path / "proc") == 1
+    assert [each.name for each in (tmp_path / "shm").iterdir()] == ["psm_0a"]
