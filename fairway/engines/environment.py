@@ -64,8 +64,9 @@ def interpreter_of(folder: Path | None) -> Path | None:
     return python if os.access(python, os.X_OK) else None
 
 
-def engine_variables(environ: Mapping[str, str], root: Path) -> dict[str, str]:
-    """Return the environment of a process there: the product's packages, nothing else of this Python."""
-    kept = {name: value for name, value in environ.items() if not name.startswith("PYTHON")}
+def engine_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a process there: the product's packages, nothing else of this Python."""
+    found = os.environ if environ is None else environ
+    kept = {name: value for name, value in found.items() if not name.startswith("PYTHON")}
     kept.pop("VIRTUAL_ENV", None)
-    return kept | {"PYTHONPATH": str(root), "PYTHONNOUSERSITE": "1"}
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1"}

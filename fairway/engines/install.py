@@ -20,7 +20,6 @@ from typing import Final
 
 from fairway.engines.environment import (
     PINS,
-    ROOT,
     Installed,
     engine_variables,
     installed_in,
@@ -125,7 +124,7 @@ def check(folder: Path, *, pins: Path, needed: tuple[str, ...] = NEEDED) -> dict
         done = _call(
             [str(folder / "bin/python"), "-P", "-c", _PROBE, json.dumps(list(wanted)), json.dumps(needed)],
             CHECK_S,
-            engine_variables(os.environ, ROOT),
+            engine_variables(),
             nowhere,
         )
     again = "run `fairway engines install vllm` again"

@@ -23,13 +23,13 @@ from fairway.engines.install import EngineProblem, check, install, pins_file
 app = typer.Typer(help="Engines: Fairway's own and vLLM, on this machine.", no_args_is_help=True)
 
 
-class Engine(StrEnum):
+class OtherEngine(StrEnum):
     """Engines that are installed."""
 
     VLLM = "vllm"
 
 
-class Device(StrEnum):
+class VllmDevice(StrEnum):
     """Devices that have pins."""
 
     CPU = "cpu"
@@ -40,7 +40,7 @@ DirOption = Annotated[
     Path | None,
     typer.Option("--dir", help=f"Its folder; default: {FOLDER_VARIABLE}, or fairway/engines of your data."),
 ]
-EngineArgument = Annotated[Engine, typer.Argument(help="The engine.")]
+EngineArgument = Annotated[OtherEngine, typer.Argument(help="The engine.")]
 _INSTALL: Final = "fairway engines install vllm"
 
 
@@ -52,7 +52,7 @@ def _folder(given: Path | None) -> Path:
 
 def _install(
     engine: EngineArgument,
-    device: Annotated[Device, typer.Option("--device", help="What it computes on.")] = Device.CPU,
+    device: Annotated[VllmDevice, typer.Option("--device", help="What it computes on.")] = VllmDevice.CPU,
     folder: DirOption = None,
     python: Annotated[str, typer.Option("--python", help="Its interpreter; default: this one.")] = "",
 ) -> None:
@@ -77,7 +77,7 @@ def _install(
     plain(out(), f"{engine} {done.version} for {done.device} is in {place}")
 
 
-def _check(engine: EngineArgument = Engine.VLLM, folder: DirOption = None) -> None:
+def _check(engine: EngineArgument = OtherEngine.VLLM, folder: DirOption = None) -> None:
     """Start the engine's interpreter, import what it needs, and compare its packages with the pins."""
     place = _folder(folder)
     found = installed_in(place)

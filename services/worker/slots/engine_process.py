@@ -21,7 +21,7 @@ from typing import Final, Protocol, cast
 import msgspec
 import structlog
 
-from fairway.engines.environment import ROOT, engine_variables, interpreter_of
+from fairway.engines.environment import engine_variables, interpreter_of
 from fairway.task_group import TaskGroup
 from services.core.errors import EngineNotInstalled, FailedPrecondition
 from services.core.poison.suspicion import LossCause
@@ -399,7 +399,7 @@ class EngineProcess:
                 raise EngineNotInstalled(
                     f"vLLM is not installed in {self._vllm_dir}: run `fairway engines install vllm`"
                 )
-            python, env = str(found), engine_variables(os.environ if env is None else env, ROOT)
+            python, env = str(found), engine_variables(env)
         with log_pipe.write_end() as stderr:
             return subprocess.Popen(
                 [python, *self._command, "--config", msgspec.json.encode(config)],
