@@ -501,10 +501,9 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    servable_by: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if not for_another_engine:
-        servable_by, warnings = await asyncio.to_thread(require_servable, files, declared)
+        found = await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
@@ -536,8 +535,8 @@ async def publish(
         sum(file.size_bytes for file in hashed.files),
         len(uploaded),
         sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
-        warnings,
-        servable_by,
+        warnings=found[1],
+        servable_by=found[0],
     )
 
 
