@@ -131,10 +131,13 @@ class RegistryService:
             body = await in_thread(_body_of, manifest)
             await self._require_chunks(manifest)
             await verify(self._blobs, manifest)
+            problems: dict[str, str] = {}
             if self._texts is not None and not for_another_engine:
-                await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
+                problems = await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
             computation = await computation_of(self._blobs, manifest)
-        record = VersionRecord(model, sha256_of(body), manifest.size_bytes, self._clock.unix_s(), computation)
+        record = VersionRecord(
+            model, sha256_of(body), manifest.size_bytes, self._clock.unix_s(), computation, problems
+        )
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)
             conditions = await self._fence.conditions()
@@ -388,11 +391,14 @@ async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIte
 
 
 _READ: Final = frozenset((*GATEWAY_FILES, *servable.READ))
+MAX_PROBLEM: Final = 1000  # bytes of an engine's problem in a version's record
 _NEXT: Final = "publish it for another engine, or repair it"
 
 
-async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck) -> None:
-    """Return if the engine and the gateways can serve a verified version.
+async def require_servable(
+    blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck
+) -> dict[str, str]:
+    """Return the engines' problems with a verified version that one of them and the gateways can serve.
 
     Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
     """
@@ -412,7 +418,8 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
             if headers_bytes > MAX_HEADERS_BYTES:
                 raise InvalidInput(TOO_LARGE, field="manifest.files")
             await _write(folder / path, header)
-        problem = await in_thread(servable.checkpoint_problem, names, read, manifest.kind)
+        problems = await in_thread(servable.engine_problems, names, read, manifest.kind)
+        problem = servable.no_engine(problems)
         has_text = manifest.kind == "causal-lm" or TOKENIZER in names
         if not problem and has_text:
             try:
@@ -421,6 +428,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
                 problem = error.message
     if problem:
         raise InvalidInput(f"the version cannot be served here: {problem}; {_NEXT}", field="manifest.files")
+    return {str(engine): found[:MAX_PROBLEM] for engine, found in problems.items()}
 
 
 async def _write(path: Path, body: bytes) -> None:

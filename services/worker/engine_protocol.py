@@ -36,8 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket_path: str  # path of the agent's Unix socket
     model_dir: str  # the version's files
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
+    # "vllm" runs the batches on vLLM's workers, with the interpreter of their own environment.
     # "rows" runs batches of a fixed-cost model, and ``kv_memory_bytes`` bounds the working memory of one.
-    # "vllm" runs them on vLLM's workers, in a process of vLLM's own environment.
     executor: Literal["torch", "null", "rows", "vllm"] = "torch"
     device: str = "cpu"  # "cpu" or a CUDA device
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and KV

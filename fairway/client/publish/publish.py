@@ -36,8 +36,7 @@ from fairway.client.errors import STATUS_LOST
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.safetensors import LENGTH_BYTES, read_header
-from fairway.formats.servable import Kind, checkpoint_warnings, kind_of
-from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
+from fairway.formats.servable import Kind, checkpoint_warnings, engine_problems, kind_of, no_engine
 from fairway.formats.version_files import (
     TENSOR_SUFFIX,
     draft_problem,
@@ -125,16 +124,18 @@ def declared_kind(files: dict[str, Path]) -> Kind:
     return kind_of(files, _reader(files))
 
 
-def require_servable(files: dict[str, Path], kind: Kind) -> tuple[str, ...]:
-    """Return warnings if workers can serve the folder, by its small files and the headers of its tensors.
+def require_servable(files: dict[str, Path], kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the executors that serve the folder, by its small files and its tensors' headers, and warnings.
 
     Raises PublishRefused, OSError.
     """
-    if problem := problem_of_checkpoint(files, _reader(files), kind):
+    problems = engine_problems(files, _reader(files), kind)
+    if problem := no_engine(problems):
         raise PublishRefused(
             problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
         )
-    return checkpoint_warnings(files, _reader(files), kind)
+    servable_by = tuple(engine for engine, problem in problems.items() if not problem)
+    return servable_by, checkpoint_warnings(files, _reader(files), kind)
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
@@ -474,6 +475,7 @@ class Published:
     uploaded_chunks: int
     uploaded_bytes: int
     warnings: tuple[str, ...] = ()  # where the version may not mean what its files seem to
+    servable_by: tuple[str, ...] = ()  # executors that serve it; empty: it was published without a check
 
 
 async def publish(
@@ -499,9 +501,9 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    warnings: tuple[str, ...] = ()
+    found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if not for_another_engine:
-        warnings = await asyncio.to_thread(require_servable, files, declared)
+        found = await asyncio.to_thread(require_servable, files, declared)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
@@ -533,7 +535,8 @@ async def publish(
         sum(file.size_bytes for file in hashed.files),
         len(uploaded),
         sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
-        warnings,
+        warnings=found[1],
+        servable_by=found[0],
     )
 
 

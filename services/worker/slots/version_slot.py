@@ -264,8 +264,8 @@ class VersionSlot:
         return f"{self.version.executor} {self.version.model} {computation}"
 
     async def _start_batcher(self, folder: Path) -> None:
-        if self.version.executor == "null":
-            raise FailedPrecondition("a fixed-cost version needs its weights: it has no null executor")
+        if self.version.executor in ("null", "vllm"):
+            raise FailedPrecondition(f"a fixed-cost version has no executor {self.version.executor}")
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
