@@ -116,7 +116,7 @@ def start_engine(executor: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
     def run(model_dir: Path = TINY, *, poisoned: bool = False, **options: Any) -> Engine:
         defaults: dict[str, Any] = {"threads": 1, "block_size": 32, "kv_blocks": 64, "token_budget": 96}
-        defaults |= {"max_sequences": 16, "memory_bytes": 1 << 30, "max_model_len": 512}
+        defaults |= {"max_sequences": 16, "memory_bytes": 1 << 30, "max_model_len": 512, "null_step_s": 0.003}
         config = EngineConfig("", str(model_dir), executor=executor, **(defaults | options))  # type: ignore[arg-type]
         python = VLLM_PYTHON if executor == "vllm" else sys.executable
         agents.append(Agent(tmp_path_factory.mktemp("engine"), config, python=python, poisoned=poisoned))

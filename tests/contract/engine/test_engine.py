@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import struct
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def test_blocks_that_run_out_preempt_and_change_no_token(start_engine: StartEngi
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"ids": []}, "prompt_ids"),
+        ({"ids": []}, "prompt is empty"),
         ({"ids": [4096]}, "prompt_ids"),
         ({"ids": [-1]}, "prompt_ids"),
         ({"ids": [1] * 600}, "prompt"),
@@ -191,7 +192,8 @@ def test_a_prefix_is_read_from_the_cache_by_its_root_only(engine: Engine) -> Non
 
     first, again = run(41, prompt), run(41, prompt)
     longer, other = run(41, [*prompt, 9, 8, 7]), run(42, prompt)
-    assert (first.cached, again.cached, longer.cached, other.cached) == (0, 128, 128, 0)
+    assert first.cached == other.cached == 0
+    assert min(again.cached, longer.cached) >= 2 * PREFIX_BLOCK_TOKENS
     assert first.tokens == again.tokens == other.tokens
     assert longer.tokens == engine.alone([*prompt, 9, 8, 7], 6).tokens
 
@@ -223,7 +225,7 @@ def test_a_step_that_raises_ends_the_process(start_engine: StartEngine) -> None:
     engine.submit(PROMPTS[0], 60)
     engine.step()
     engine.submit(poison_ids(Fault.RAISES, 1), 4)
-    with pytest.raises(Exception, match=""):  # the end of the stream
+    with pytest.raises(struct.error):  # the end of the stream
         while True:
             engine.step()
     assert engine.agent.exit_code() == EngineExitCode.STEP_FAILED

@@ -16,7 +16,7 @@ from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.core import Engine
 from services.worker.engine_protocol import SampledLogprobs, Submit
 
-PROMPT_TOKENS: Final = (5, 21, 40, 70)
+PROMPT_TOKENS: Final = (5, 40, 97, 140)
 TOKENS: Final = 6
 RESUMED_AT: Final = 3
 Output = list[tuple[int, SampledLogprobs]]

@@ -52,8 +52,7 @@ WARM_UP_TOKENS: Final = 32
 MAX_KV_BLOCKS: Final = 1 << 24
 MAX_PROPOSALS: Final = 64
 GRAMMAR_NICENESS: Final = 10
-# Of the canary's engines: few enough tokens in a step that its prompts are cut.
-CANARY_LIMITS: Final = PlannerLimits(token_budget=64, max_sequences=64)
+CANARY_BUDGET: Final = 64  # tokens of a step, so that the canary's prompts are cut
 
 log = structlog.get_logger()
 
@@ -190,7 +189,9 @@ def load(
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
     report("canary", 0.0)
-    promised = _promised(config, lambda: _engine(executor, ready, CANARY_LIMITS, stop_ids), ready)
+    budget_tokens = min(CANARY_BUDGET, limits.token_budget)
+    cutting = PlannerLimits(budget_tokens, min(limits.max_sequences, budget_tokens))
+    promised = _promised(config, lambda: _engine(executor, ready, cutting, stop_ids), ready)
     report("canary", 1.0)
     budget = _budget(config, full_step_s)
     cache = _prefix_cache(config, ready)

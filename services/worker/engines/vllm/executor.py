@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.step_rows import DRAWN, FILTERED, SamplingRows, Seats
-from services.worker.engine.sequence import SequenceState
-from services.worker.engines.vllm.rank import RankStep, Scored, Settled
+from services.worker.engine.sequence import SequenceState, sequence_of
+from services.worker.engine_protocol import Submit
+from services.worker.engines.vllm.rank import RankStep, Scored
 
-NULL_BLOCKS = 1  # vLLM's first block belongs to nobody: its kernels may write there
+# Stands for a sequence of which the sampler reads nothing.
+UNREAD: Final = sequence_of(
+    Submit(0, Prompt(()), Sampling(seed=0), OutputLimits(1), credit_limit=0), arrival=0, eos_ids=frozenset()
+)
+NULL_BLOCKS: Final = 1  # vLLM's first block belongs to nobody: its kernels may write there
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +61,16 @@ class VllmRunner:
     def run(self, batch: Batch) -> Samples:
         """See ``Runner``."""
         rows = self._seats.rows(batch)
-        step, masks = self._step(batch, rows.sampling), batch.masks
-        if not self._in_process:
-            step = replace(step, sampling=portable(step.sampling))
-            masks = None if masks is None else Settled(masks.result())
-        samples = self._ranks.collective_rpc("fairway_step", args=(step, masks))
+        if self._in_process:
+            step, masks = self._step(batch, rows.sampling), batch.masks
+            return self._first(self._ranks.collective_rpc("fairway_step", args=(step, masks)))
+        step = self._step(batch, portable(rows.sampling))
+        ruled = None if batch.masks is None else batch.masks.result()
+        return self._first(self._ranks.collective_rpc("fairway_step", args=(step, ruled)))
+
+    @staticmethod
+    def _first(samples: list[Samples | None]) -> Samples:
+        """Return those of the one rank that samples."""
         return next(each for each in samples if each is not None)
 
     def resize(self, blocks: int) -> None:
@@ -156,10 +167,10 @@ class VllmRunner:
 
 
 def portable(rows: SamplingRows) -> SamplingRows:
-    """Return rows for another process: their sequences only where the sampler reads them."""
+    """Return rows for another process, with the sequences that the sampler reads alone."""
     read = set(np.flatnonzero(rows.columns.flags & ~np.uint8(DRAWN | FILTERED)).tolist())
     sequences = [
-        replace(sequence, blocks=[], prefix_names=[]) if row in read else None
+        replace(sequence, blocks=[], prefix_names=[]) if row in read else UNREAD
         for row, sequence in enumerate(rows.sequences)
     ]
     return replace(rows, sequences=sequences)

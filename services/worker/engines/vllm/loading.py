@@ -92,6 +92,8 @@ def load_vllm(
 
 def _arguments(config: EngineConfig) -> EngineArgs:
     ranks = config.tensor_parallel * config.pipeline_parallel
+    if config.mode != "free":  # where KV is split, a result depends on what else is in the step
+        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     if config.threads:
         os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // ranks))
     return EngineArgs(

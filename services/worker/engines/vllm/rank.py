@@ -7,6 +7,7 @@ receives those that came since the step before, so that no rank needs another's 
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,13 @@ class FairwayRank:
             if logits is not None:  # some models gather them on one rank
                 launch(logits.float(), rows, masks=None).samples()
 
-    def fairway_step(self, step: RankStep, masks: StepMasks | Settled | None) -> Samples | None:
+    def fairway_step(self, step: RankStep, masks: StepMasks | RuledRows | None) -> Samples | None:
         """Run a step; return its samples on the first of the ranks that have logits."""
         runner = self.model_runner
+        if isinstance(masks, RuledRows):
+            computed: StepMasks = Future()
+            computed.set_result(masks)
+            masks = computed
         for request, tokens in step.appended.items():
             _append(runner, request, tokens)
         with torch.inference_mode():
@@ -126,13 +131,3 @@ def _append(runner: Any, request: str, tokens: list[int]) -> None:
     batch.token_ids_cpu[row, start:end] = tokens
     batch.is_token_ids[row, start:end] = True
     batch.num_tokens_no_spec[row] = end
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Masks that are computed, as ranks in other processes receive them."""
-
-    rows: RuledRows
-
-    def result(self) -> RuledRows:
-        return self.rows
