@@ -656,6 +656,8 @@ class Deployment(_message.Message):
     EXECUTOR_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
     OUTPUT_FORM_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -669,6 +671,11 @@ class Deployment(_message.Message):
     """
     output_form: _builtins.str
     """How the model writes calls and reasoning, in place of what its files show. See docs/tools.md."""
+    tensor_parallel: _builtins.int
+    """Devices that share each layer, and groups of these that follow each other, of executor vllm: a worker needs
+    as many devices as their product. 0: 1.
+    """
+    pipeline_parallel: _builtins.int
     @_builtins.property
     def metadata(self) -> Global___Metadata:
         """The name is the model name that clients ask for."""
@@ -695,10 +702,12 @@ class Deployment(_message.Message):
         executor: _builtins.str = ...,
         price: Global___Price | None = ...,
         output_form: _builtins.str = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -752,6 +761,7 @@ class ReplicaStatus(_message.Message):
     FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     RETRY_TIME_FIELD_NUMBER: _builtins.int
     VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     state: _worker_pb2.VersionState.ValueType
     message: _builtins.str
@@ -766,6 +776,12 @@ class ReplicaStatus(_message.Message):
     """What is assigned to the worker: after an update, the version before until its replacement is."""
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its engine promises and has shown at its start: exact (an output depends on neither the company of a
+        request nor a move), resize.
+        """
+
     def __init__(
         self,
         *,
@@ -777,10 +793,11 @@ class ReplicaStatus(_message.Message):
         failed_attempts: _builtins.int = ...,
         retry_time: _timestamp_pb2.Timestamp | None = ...,
         version_digest: _builtins.str = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed_attempts", b"failed_attempts", "message", b"message", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "state", b"state", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "failed_attempts", b"failed_attempts", "message", b"message", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "state", b"state", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1378,6 +1395,7 @@ class Node(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1388,6 +1406,8 @@ class Node(_message.Message):
     state: Global___NodeState.ValueType
     memory_free_bytes: _builtins.int
     """Of memory_bytes: granted to no version. What each version holds stands with the version."""
+    devices: _builtins.int
+    """One group: an engine may have as many ranks."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1411,10 +1431,11 @@ class Node(_message.Message):
         state: Global___NodeState.ValueType = ...,
         memory_free_bytes: _builtins.int = ...,
         drain: Global___DrainProgress | None = ...,
+        devices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "state", b"state", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "state", b"state", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

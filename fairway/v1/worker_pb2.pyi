@@ -726,6 +726,7 @@ class LoadedVersion(_message.Message):
     NEEDED_BYTES_FIELD_NUMBER: _builtins.int
     WORKING_BYTES_FIELD_NUMBER: _builtins.int
     SPARE_BYTES_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -758,6 +759,10 @@ class LoadedVersion(_message.Message):
     """Of kv_bytes, what it gives back to a version of its own or of a higher priority that waits for memory."""
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its engine promises."""
+
     def __init__(
         self,
         *,
@@ -783,10 +788,11 @@ class LoadedVersion(_message.Message):
         needed_bytes: _builtins.int = ...,
         working_bytes: _builtins.int = ...,
         spare_bytes: _builtins.int = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retry_time", b"retry_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failed_attempts", b"failed_attempts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "message", b"message", "model", b"model", "needed_bytes", b"needed_bytes", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "running", b"running", "spare_bytes", b"spare_bytes", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "weight_bytes", b"weight_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deployment", b"deployment", "engine_pid", b"engine_pid", "engine_restarts", b"engine_restarts", "failed_attempts", b"failed_attempts", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "kv_bytes", b"kv_bytes", "message", b"message", "model", b"model", "needed_bytes", b"needed_bytes", "progress_ratio", b"progress_ratio", "reason", b"reason", "retry_time", b"retry_time", "running", b"running", "spare_bytes", b"spare_bytes", "state", b"state", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "weight_bytes", b"weight_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -186,6 +186,13 @@ class Deployment:
     executor: str = "torch"
     price: Price = field(default_factory=Price)
     output_form: str = ""  # how its versions write calls and reasoning; empty: as their files show
+    tensor_parallel: int = 1  # devices that share each layer
+    pipeline_parallel: int = 1  # groups of devices that follow each other
+
+    @property
+    def devices(self) -> int:
+        """Return how many devices of a worker one replica takes."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     def serving_digest(self, ready: Mapping[str, int], restarting: Mapping[str, int]) -> str:
         """Return the version that takes new requests, from the READY and RESTARTING replicas of each version.
@@ -338,6 +345,13 @@ class AssignedVersion:
     itl_target_s: float = 0.0
     # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)
+    tensor_parallel: int = 1  # as of its deployment
+    pipeline_parallel: int = 1  # as of its deployment
+
+    @property
+    def engine(self) -> tuple[str, int, int]:
+        """Return what another engine would be needed for."""
+        return self.executor, self.tensor_parallel, self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +385,7 @@ class LoadedVersion:
     working_bytes: int = 0
     # KV memory that it releases to a version of its own or a higher priority that waits for memory.
     spare_bytes: int = 0
+    capabilities: tuple[str, ...] = ()  # what its engine promises, sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +405,7 @@ class Worker:
     draining: bool = False
     versions: tuple[LoadedVersion, ...] = ()
     memory_free_bytes: int = 0
+    devices: int = 1  # of its kind, one group: as many ranks as an engine may have
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
         """Return the observed state of an assigned version; None until the worker reports it."""

@@ -132,6 +132,8 @@ class Settings(BaseModel):
 
     # Torch device of the engine, such as cpu or cuda:0.
     device: str = "cpu"
+    # Devices of this kind that the worker has as one group: the ranks that share a model.
+    devices: int = Field(default=1, ge=1, le=64)
     # Workers of one type are expected to be equally fast; default: the device's name.
     device_type: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?$")
     # Price of the worker in any one currency; 0: unknown.

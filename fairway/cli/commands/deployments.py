@@ -30,6 +30,7 @@ from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import show_replicas, until_deployed
 from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import worker_pb2
 
 app = typer.Typer(help="Deployments: which versions are kept running.", no_args_is_help=True)
 
@@ -50,6 +51,12 @@ ExecutorOption = Annotated[
         "--executor",
         help='"torch", "vllm", or "null" to measure without weights; default: what serves the version.',
     ),
+]
+TensorParallelOption = Annotated[
+    int, typer.Option("--tensor-parallel", min=0, max=64, help="Devices that share each layer, of vllm.")
+]
+PipelineParallelOption = Annotated[
+    int, typer.Option("--pipeline-parallel", min=0, max=64, help="Groups of devices in a row, of vllm.")
 ]
 OutputFormOption = Annotated[
     str | None,
@@ -96,6 +103,18 @@ def _version(deployment: cp.Deployment) -> str:
     return f"{tag}{short_digest(deployment.version_digest)}" + (" (tag moved)" if moved else "")
 
 
+def _engine(deployment: cp.Deployment) -> str:
+    sizes = (max(1, deployment.tensor_parallel), max(1, deployment.pipeline_parallel))
+    return deployment.executor + ("" if sizes == (1, 1) else f" {sizes[0]}x{sizes[1]}")
+
+
+def _promises(deployment: cp.Deployment) -> str:
+    """Return what every replica that serves promises."""
+    serving = [one for one in deployment.status.replicas if one.state == worker_pb2.VERSION_STATE_READY]
+    common = set[str].intersection(*(set(one.capabilities) for one in serving)) if serving else set()
+    return ",".join(sorted(common))
+
+
 DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
     "deployment",
     (
@@ -105,6 +124,8 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
         Column("ready", lambda found: f"{found.status.ready_replicas}/{found.replicas}"),
         Column("message", lambda deployment: deployment.status.message, least=40),
         Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
+        Column("executor", _engine, wide=True),
+        Column("promises", _promises, wide=True),
         Column("priority", lambda deployment: priority(deployment.priority), wide=True),
         Column(
             "selector",
@@ -152,6 +173,8 @@ async def create(
     selector: SelectorOption = None,
     priority: PriorityOption = None,
     executor: ExecutorOption = "",
+    tensor_parallel: TensorParallelOption = 1,
+    pipeline_parallel: PipelineParallelOption = 1,
     output_form: OutputFormOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
@@ -166,6 +189,8 @@ async def create(
         version=version,
         replicas=replicas or 0,
         executor=executor,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         output_form=output_form or "",
         node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
@@ -201,6 +226,8 @@ async def update(
     selector: SelectorOption = None,
     priority: PriorityOption = None,
     executor: ExecutorOption = "",
+    tensor_parallel: TensorParallelOption = 0,
+    pipeline_parallel: PipelineParallelOption = 0,
     output_form: OutputFormOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
@@ -230,6 +257,8 @@ async def update(
             deployment.priority = priority.proto
         if executor:
             deployment.executor = executor
+        deployment.tensor_parallel = tensor_parallel or deployment.tensor_parallel
+        deployment.pipeline_parallel = pipeline_parallel or deployment.pipeline_parallel
         if output_form is not None:
             deployment.output_form = output_form
         _set_price(deployment, price)

@@ -131,6 +131,7 @@ def worker_identity(settings: Settings) -> WorkerIdentity:
         labels=settings.labels,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
+        devices=settings.devices,
         lease_ttl_s=settings.lease_ttl_s,
         device_type=settings.device_type or device_type(settings.device),
         cost_per_hour=settings.cost_per_hour,

@@ -209,7 +209,7 @@ def _settle(
             host.reasons.append(f"{name}: other settings")
     _remove_starved(deployment, hosts)
     placed = [host for host in hosts if name in host.held]
-    moving = [host for host in placed if host.leaving or not host.matches(deployment.node_selector)]
+    moving = [host for host in placed if host.leaving or not host.suits(deployment)]
     staying = [host for host in placed if host not in moving]
     while len(staying) > deployment.replicas:
         surplus = max(staying, key=lambda host: _surplus_rank(host, version, staying))
@@ -242,6 +242,8 @@ def _version_of(deployment: Deployment) -> AssignedVersion:
         deployment.version_digest,
         deployment.executor,
         deployment.priority,
+        tensor_parallel=deployment.tensor_parallel,
+        pipeline_parallel=deployment.pipeline_parallel,
     )
 
 

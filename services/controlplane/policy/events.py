@@ -276,7 +276,7 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
         replicas=before.replicas,
     )
     if same != before:
-        message = "selector, priority, price, executor or output form changed"
+        message = "selector, priority, price, executor, devices or output form changed"
         yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", message)
 
 

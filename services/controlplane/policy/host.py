@@ -85,12 +85,18 @@ class Host:
             return "cordoned"
         if not self.matches(deployment.node_selector):
             return "lacks_a_label"
+        if deployment.devices > self.worker.devices:
+            return f"too_few_devices: has {self.worker.devices} of {deployment.devices}"
         if len(self.assigned) >= MAX_VERSIONS_PER_WORKER:
             return "full"
         return ""
 
     def matches(self, selector: Mapping[str, str]) -> bool:
         return all(self.worker.labels.get(key) == value for key, value in selector.items())
+
+    def suits(self, deployment: Deployment) -> bool:
+        """Whether the worker has the labels and devices that the deployment requires."""
+        return self.matches(deployment.node_selector) and deployment.devices <= self.worker.devices
 
     def ready(self, version: AssignedVersion) -> bool:
         loaded = self.worker.loaded(version)

@@ -190,6 +190,11 @@ class Deployments:
             self._store, deployment.model, deployment.version, field="deployment.version"
         )
         executor = version.executor(deployment.executor, field="deployment.executor")
+        if deployment.devices > 1 and executor != "vllm":
+            raise InvalidInput(
+                f"executor {executor} runs on one device: tensor_parallel and pipeline_parallel are for vllm",
+                field="deployment.tensor_parallel",
+            )
         return replace(deployment, version_digest=version.digest, executor=executor), together
 
 

@@ -91,6 +91,8 @@ DEPLOYMENT: Final = Mirror(
         "meta": META,
         "version_digest": Pair("version_digest", unread=True),
         "priority": PRIORITY,
+        "tensor_parallel": Pair("tensor_parallel", zero=True),
+        "pipeline_parallel": Pair("pipeline_parallel", zero=True),
         "price": Mirror(Price, pb.Price).one("price", unset=True),
     },
 )
@@ -186,6 +188,7 @@ def replica_to_proto(
         reason=loaded.reason,
         failed_attempts=loaded.failed_attempts,
         retry_time=timestamp(loaded.retry_unix_s) if loaded.retry_unix_s else None,
+        capabilities=loaded.capabilities,
     )
 
 

@@ -368,6 +368,7 @@ class WorkerAgent:
             draining=self._host.draining,
             versions=self._records(),
             memory_free_bytes=self._ledger.free_bytes,
+            devices=identity.devices,
         )
 
     def _records(self) -> tuple[LoadedVersion, ...]:
@@ -378,13 +379,15 @@ class WorkerAgent:
             if slot is None:
                 continue
             record = record_of(slot, assigned.deployment)
-            if assigned.executor != slot.version.executor and slot.phase is not VersionPhase.STOPPING:
+            if assigned.engine != slot.version.engine and slot.phase is not VersionPhase.STOPPING:
                 record = LoadedVersion(
                     assigned.deployment,
                     assigned.model,
                     assigned.version_digest,
                     VersionState.FAILED,
-                    f"another deployment runs this version with executor {slot.version.executor}",
+                    "another deployment runs this version with executor {}, {} x {} devices".format(
+                        *slot.version.engine
+                    ),
                     reason="EXECUTOR_CONFLICT",
                 )
             records.append(record)
@@ -471,7 +474,7 @@ def _share(
 
 
 def _stays(slot: VersionSlot, wanted: AssignedVersion | None, observed: Slot) -> bool:
-    return wanted is not None and wanted.executor == slot.version.executor and not observed.final
+    return wanted is not None and wanted.engine == slot.version.engine and not observed.final
 
 
 def _digest(action: Action) -> str:

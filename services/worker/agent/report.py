@@ -32,6 +32,7 @@ class WorkerIdentity:
     device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
+    devices: int = 1  # of this kind, as one group
     lease_ttl_s: int = 5  # lifetime of the registration's lease
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""
@@ -145,6 +146,7 @@ def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
         kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
         block_size=0 if limits is None else limits.block_size,
         max_model_len=0 if limits is None else limits.max_model_len,
+        capabilities=() if limits is None else tuple(sorted(limits.capabilities)),
         engine_restarts=slot.restarts,
         reason=failures.reason if broken else "",
         failed_attempts=0 if table is not None or slot.phase is VersionPhase.READY else failures.count,

@@ -113,8 +113,8 @@ Action = Fetch | LoadVersion | RetireVersion | DrainVersion | CancelRemoval | Di
 def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     """Return the versions to run, by digest. One engine serves every deployment of a version.
 
-    If deployments request different executors, the first by name decides; the highest priority and the
-    tightest ITL target apply.
+    If deployments request different executors or devices, the first by name decides; the highest priority
+    and the tightest ITL target apply.
     A version is retiring if it is retiring in all of them.
     """
     versions: dict[str, AssignedVersion] = {}
@@ -159,7 +159,7 @@ def plan(
         version = desired.get(slot.version.version_digest)
         if version is not None and version.retiring:
             leaving += _retire(slot, now_s, retire_s)
-        elif version is not None and version.executor == slot.version.executor:
+        elif version is not None and version.engine == slot.version.engine:
             kept.append((version.priority.rank, slot))
         else:
             leaving += _remove(slot, now_s)

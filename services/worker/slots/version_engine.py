@@ -289,6 +289,7 @@ class VersionEngine:
                 event.max_model_len,
                 self._max_sequences,
                 event.full_step_s,
+                event.capabilities,
             ),
             vocabulary=vocabulary,
             send=process.send,

@@ -261,7 +261,8 @@ class VersionSlot:
 
     def _name_of(self, computation: str) -> str:
         """Return the name of its engine: only versions of one model share one."""
-        return f"{self.version.executor} {self.version.model} {computation}"
+        executor, *sizes = self.version.engine
+        return f"{executor} {sizes} {self.version.model} {computation}"
 
     async def _start_batcher(self, folder: Path) -> None:
         if self.version.executor in ("null", "vllm"):
@@ -301,7 +302,12 @@ class VersionSlot:
         config = settings.config(
             folder, executor_of(self.version.executor), memory_bytes=memory_bytes, draft=draft
         )
-        config = structs.replace(config, itl_target_s=self.itl_target_s)
+        config = structs.replace(
+            config,
+            itl_target_s=self.itl_target_s,
+            tensor_parallel=self.version.tensor_parallel,
+            pipeline_parallel=self.version.pipeline_parallel,
+        )
         return await self.files.limited(config, folder)
 
     # --- events of the engine -------------------------------------------------------------------

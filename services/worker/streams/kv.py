@@ -82,6 +82,7 @@ class PoolLimits:
     max_model_len: int
     max_sequences: int
     full_step_s: float = 0.0
+    capabilities: frozenset[str] = frozenset()  # what the engine promises
 
 
 @dataclass(slots=True)

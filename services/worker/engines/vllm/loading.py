@@ -5,7 +5,11 @@ vLLM's own core is left out: its scheduler, its prefix cache and its output proc
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -43,6 +47,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWi
 from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
 
 LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
+SHARED: Final = "/dev/shm/"
 RANK: Final = "services.worker.engines.vllm.rank.FairwayRank"
 
 log = structlog.get_logger()
@@ -62,7 +67,7 @@ def load_vllm(
     config = structs.replace(config, block_size=block_size)
     before = own_bytes()
     ranks = Ranks.get_class(vllm_config)(vllm_config)
-    ranks.register_failure_callback(_end)
+    _watch(ranks)
     report("weights", 1.0)
     register_all_kvcache_specs(vllm_config)
     specs = ranks.get_kv_cache_specs()
@@ -84,6 +89,7 @@ def load_vllm(
     ready = sized(config, most, working)
     report("profile", 1.0)
     _allocate(vllm_config, ranks, specs, ready)
+    _unlink_shared(ranks)
     in_process = vllm_config.parallel_config.world_size == 1
     folder = Path(config.model_dir)
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
@@ -161,9 +167,33 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]
 
 
-def _end() -> None:
-    """End the process, since a rank has ended: the step that waits for it would wait for seconds."""
-    from services.worker.engine.process import EngineExitCode
+def _unlink_shared(ranks: Ranks) -> None:
+    """Take the names of the memory that the ranks share, so that none is left behind however they end.
 
-    log.error("rank.lost")
-    os._exit(EngineExitCode.STEP_FAILED)
+    Who has mapped it keeps it. What a process leaves that is killed before, its agent removes.
+    """
+    pids = [os.getpid(), *(worker.proc.pid for worker in getattr(ranks, "workers", ()))]
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines():
+            if SHARED in line:
+                with contextlib.suppress(OSError):
+                    os.unlink(line[line.index(SHARED) :])
+
+
+def _watch(ranks: Ranks) -> None:
+    """End the process with the first rank that ends: vLLM lets a step wait for it for some seconds."""
+    processes = [worker.proc for worker in getattr(ranks, "workers", ())]
+    if not processes:
+        return
+    stopping = threading.Event()
+    atexit.register(stopping.set)  # runs before vLLM ends its ranks, since it is registered after that
+
+    def wait() -> None:
+        from services.worker.engine.process import EngineExitCode  # that module loads this one
+
+        multiprocessing.connection.wait([process.sentinel for process in processes])
+        if not stopping.is_set():
+            log.error("rank.lost")
+            os._exit(EngineExitCode.STEP_FAILED)
+
+    threading.Thread(target=wait, name="rank-watch", daemon=True).start()

@@ -299,3 +299,21 @@ def _stays(wanted: Deployment, worker_id: str, workers: list[Worker], nodes: lis
 def _eligible(wanted: Deployment, worker_id: str, workers: list[Worker], nodes: list[Node]) -> bool:
     node = next((n for n in nodes if n.worker_id == worker_id), Node(worker_id))
     return _stays(wanted, worker_id, workers, nodes) and not node.cordoned
+
+
+def test_a_group_of_devices_is_placed_where_there_are_as_many() -> None:
+    wide = deployment("wide", executor="vllm", tensor_parallel=2, pipeline_parallel=2)
+    (unplaced,) = plan([wide], [worker("w0", devices=2)], [], [])
+    assert unplaced == Unplaced("wide", 1, (("w0", "too_few_devices: has 2 of 4"),))
+    (action,) = plan([wide], [worker("w0", devices=2), worker("w1", devices=4)], [], [])
+    assert put(action).assignment.worker_id == "w1"
+    (held,) = put(action).assignment.versions
+    assert held.engine == ("vllm", 2, 2)
+
+
+def test_a_replica_moves_to_a_worker_with_the_devices_that_are_wanted_now() -> None:
+    narrow = Assignment("w0", (version("d"),))
+    wide = deployment("d", executor="vllm", tensor_parallel=2)
+    workers = [worker("w0"), worker("w1", devices=2)]
+    after = apply({"w0": narrow}, plan([wide], workers, [], [narrow]))
+    assert "w1" in placed(after, "d")

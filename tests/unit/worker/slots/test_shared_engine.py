@@ -38,7 +38,9 @@ from tests.unit.worker.reader import Reader
 FIRST, SECOND, THIRD = ("sha256:" + letter * 64 for letter in "123")
 MIB: Final = 1 << 20
 WEIGHTS, BLOCK, BLOCKS = 40 * MIB, MIB // 4, 64
-READY: Final = wire.Ready(BLOCKS, 16, 160, 512, BLOCK, WEIGHTS, working_bytes=8 * MIB)
+READY: Final = wire.Ready(
+    BLOCKS, 16, 160, 512, BLOCK, WEIGHTS, working_bytes=8 * MIB, capabilities=frozenset({"resize"})
+)
 
 
 class ScriptedEngine:

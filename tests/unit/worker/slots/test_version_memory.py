@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.errors import DoesNotFit
-from services.worker.engine_protocol import LoadFailed, Ready
+from services.worker.engine_protocol import Capability, LoadFailed, Ready
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.memory_shares import MemoryShare
 from services.worker.slots.version_memory import VersionMemory
@@ -19,7 +19,10 @@ def memory_of(ledger: MemoryLedger, owner: str = "v1") -> VersionMemory:
 
 
 def ready(blocks: int, *, working_mib: int = 10) -> Ready:
-    return Ready(blocks, 16, 160, 100, BLOCK, 20 * MIB, working_bytes=working_mib * MIB)
+    working, resizes = working_mib * MIB, frozenset[Capability]({"resize"})
+    return Ready(
+        blocks, 16, 160, 100, BLOCK, 20 * MIB, working_bytes=working, capabilities=resizes
+    )
 
 
 def running(ledger: MemoryLedger, blocks: int = 64) -> VersionMemory:
