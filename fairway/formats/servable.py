@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
 from fairway.formats import version_files
+from fairway.formats.adapter import require_adapter
 from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
@@ -40,7 +41,7 @@ Kind = Literal["causal-lm", "fixed-cost"]
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
-READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, *FILES)
+READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, version_files.ADAPTER_CONFIG, *FILES)
 
 
 def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
@@ -49,9 +50,9 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
     return "fixed-cost" if is_fixed else "causal-lm"
 
 
-def tensor_files(names: Collection[str], read: Read) -> tuple[str, ...]:
+def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False) -> tuple[str, ...]:
     """Return the tensor files whose headers ``checkpoint_problem`` reads; it names what is wrong."""
-    found: list[str] = []
+    found = [version_files.ADAPTER_WEIGHTS] if is_adapter else []
     for folder in ("", _DRAFT):
         try:
             found += weight_files(folder, names, read)
@@ -60,17 +61,21 @@ def tensor_files(names: Collection[str], read: Read) -> tuple[str, ...]:
     return tuple(found)
 
 
-def checkpoint_problem(names: Collection[str], read: Read, kind: str = "causal-lm") -> str:
+def checkpoint_problem(
+    names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
+) -> str:
     """Return why a version of this kind and these files cannot be served, or an empty text.
 
     ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
-    on.
+    on. The files of an adapter are together with those of its base.
     """
     try:
         if kind == "fixed-cost":
             _require_fixed_cost(names, read)
         else:
             _require_decoder(names, read)
+        if is_adapter:
+            require_adapter(read, _config(CONFIG, object_in(CONFIG, read)))
     except UnsupportedModel as refused:
         return f"{refused} by the {'batcher' if kind == 'fixed-cost' else 'engine'}"
     except BadWeights as refused:

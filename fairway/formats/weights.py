@@ -142,11 +142,12 @@ def require_layout(folder: str, names: Collection[str], read: Read, layout: Tens
             if name in files:
                 raise BadWeights(f"{name} is in two files, {files[name]} and {file}: remove it from one")
             files[name], headers[name] = file, tensor
-    _compare(headers, layout)
+    compare(headers, layout)
     return files
 
 
-def _compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayout) -> None:
+def compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayout) -> None:
+    """Return if the tensors are those of the layout. Raises BadWeights."""
     if missing := layout.shapes.keys() - headers.keys():
         raise BadWeights(f"missing tensors: {_named(missing)}")
     shapes = {**layout.optional, **layout.shapes}

@@ -475,6 +475,13 @@ class VersionRecord:
     create_unix_s: float
     # See ``core.rollouts.computation``; empty: of a version that was registered without it.
     computation: str = ""
+    base_model: str = ""  # of an adapter: the model of its base
+    base_digest: str = ""  # of an adapter: the version that it changes
+
+    @property
+    def engine(self) -> str:
+        """What its engine computes: versions with the same share one. Empty where it is unknown."""
+        return f"{self.base_model or self.model} {self.computation}" if self.computation else ""
 
 
 @dataclass(frozen=True, slots=True)
