@@ -24,8 +24,8 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.ports.grammars import Grammars, TokenizerUnusable
 from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Batch, Executor, Inline, PrefillChunk
-from services.worker.engine.execute.null_executor import NullExecutor
+from services.worker.engine.execute.executor import Adapters, Batch, Executor, Inline, PrefillChunk
+from services.worker.engine.execute.null_executor import NullAdapters, NullExecutor
 from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.plan.block_manager import BlockManager
@@ -171,10 +171,14 @@ def load(
         raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
     if config.draft_model_dir and config.executor == "null":
         raise BadEngineConfig("a null engine has no draft")
-    loaded: tuple[Executor, Ready, frozenset[int], DraftModel | None] = (
-        (*_load_null(config), None) if config.executor == "null" else _load_measured(config, report)
-    )
-    executor, ready, stop_ids, draft = loaded
+    executor: Executor
+    adapters: Adapters | None
+    draft: DraftModel | None
+    if config.executor == "null":
+        (executor, ready, stop_ids), draft, adapters = _load_null(config), None, NullAdapters()
+    else:
+        executor, ready, stop_ids, draft = _load_measured(config, report)
+        adapters = executor.adapters
     if around is not None:
         executor = around(executor)
     report("warm_up", 0.0)
@@ -185,7 +189,9 @@ def load(
     speculation = _speculation(config, draft)
     page = StepPage.open(Path(config.step_page_path), config.max_sequences) if config.step_page_path else None
     constraints = _constraints(config, ready, stop_ids)
-    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints)
+    engine = _engine(
+        executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints, adapters
+    )
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
 
 
@@ -271,6 +277,7 @@ def _engine(
     cache: PrefixCache | None = None,
     page: StepPage | None = None,
     constraints: Constraints | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -284,6 +291,7 @@ def _engine(
         speculation=speculation,
         page=page,
         constraints=constraints,
+        adapters=adapters,
     )
 
 
