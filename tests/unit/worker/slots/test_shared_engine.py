@@ -75,7 +75,10 @@ class Files:
 
     template_fault = ""
 
-    def __init__(self, folder: Path, computation: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, folder: Path, computation: str, vocabulary: Vocabulary, adapter_bytes: int = 0
+    ) -> None:
+        self._adapter_bytes = adapter_bytes
         self.folder: Path | None = folder
         self.error: FailedPrecondition | None = None
         self._computation, self._vocabulary = computation, vocabulary
@@ -101,6 +104,9 @@ class Files:
     async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
         return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
+    async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return self._adapter_bytes
+
     async def limited(self, config: wire.EngineConfig, folder: Path) -> wire.EngineConfig:
         if self.error is not None:
             raise self.error
@@ -114,6 +120,7 @@ class Rig:
     byte_level: Tokenizer
     folder: Path
     computations: dict[str, str] = field(default_factory=lambda: dict.fromkeys((FIRST, SECOND), "same"))
+    adapters: dict[str, int] = field(default_factory=dict)  # sizes by version
     engines: list[ScriptedEngine] = field(default_factory=list)
     usage: KeptUsage = field(default_factory=KeptUsage)
     clock: HandClock = field(default_factory=HandClock)
@@ -140,7 +147,9 @@ class Rig:
     def files(self, version: AssignedVersion) -> Files:
         vocabulary = ByteLevelVocabulary(self.byte_level)
         digest = version.version_digest
-        return Files(self.folder, self.computations.get(digest, digest), vocabulary)
+        model = "chat" if digest in self.adapters else version.model
+        computation = f"{model} {self.computations.get(digest, digest)}"
+        return Files(self.folder, computation, vocabulary, self.adapters.get(digest, 0))
 
     def launch(self, config: wire.EngineConfig, events: EngineEvents) -> ScriptedEngine:
         self.engines.append(ScriptedEngine(config, events))
