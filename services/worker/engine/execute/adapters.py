@@ -103,12 +103,12 @@ class AdapterSet:
         if self._of_rows is None:
             return []
         of_rows = self._of_rows if chosen is None else self._of_rows[chosen]
-        return [
-            AdaptedRows(self._loaded[adapter], rows)
-            for adapter in of_rows.unique().tolist()
-            if adapter
-            for rows in torch.nonzero(of_rows == adapter)[:, 0].split(SLICE_ROWS)
-        ]
+        found: list[AdaptedRows] = []
+        for adapter in sorted({*of_rows.tolist()} - {0}):
+            rows = torch.nonzero(of_rows == adapter)[:, 0]
+            for first in range(0, len(rows), SLICE_ROWS):
+                found.append(AdaptedRows(self._loaded[adapter], rows[first : first + SLICE_ROWS]))
+        return found
 
     def _layer(
         self, adapter: AdapterConfig, layer: int, tensor: Callable[[str], torch.Tensor]
