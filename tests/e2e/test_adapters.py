@@ -32,7 +32,7 @@ def answer(stack: Stack, model: str) -> Any:
     headers = {"authorization": f"Bearer {stack.api_key}", "content-type": "application/json"}
     request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as found:
-        return json.loads(found.read())
+        return json.loads(found.read()) | {"headers": dict(found.headers)}
 
 
 def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path: Path) -> None:
@@ -52,6 +52,10 @@ def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path:
     base = json.loads(fairway("models", "show", stack.model, "-o", "json", *state).stdout)
     shown = json.loads(fairway("models", "show", "mine", "-o", "json", *state).stdout)
     assert shown["manifest"]["base_digest"] == base["digest"]
+    weights = base["manifest"]["weights_digest"]
+    assert {found["headers"]["x-fairway-weights"] for found in before.values()} == {weights}
+    bases = {name: found["headers"].get("x-fairway-base", "") for name, found in before.items()}
+    assert bases == dict.fromkeys(digests, base["digest"]) | {stack.model: ""}
     kill(engines[0])
     for name, found in before.items():
         assert answer(stack, name)["choices"] == found["choices"]
