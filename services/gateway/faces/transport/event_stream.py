@@ -165,7 +165,7 @@ def answer_headers(accepted: Accepted) -> list[Header]:
 
 
 def weights_headers(accepted: Accepted) -> list[Header]:
-    """Return the digests of the weights, and of the base that an adapter changes, as far as they are known."""
+    """Return the digest of the weights, and of the base that an adapter changes, where they are known."""
     named = ((b"x-fairway-weights", accepted.weights_digest), (b"x-fairway-base", accepted.base_digest))
     return [(name, digest.encode()) for name, digest in named if digest]
 

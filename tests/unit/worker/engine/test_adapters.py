@@ -38,7 +38,8 @@ class Link:
 
 @pytest.fixture(scope="module")
 def base(save_model: Callable[..., Any]) -> Path:
-    return save_model("Llama", seed=5)[1]
+    folder: Path = save_model("Llama", seed=5)[1]
+    return folder
 
 
 @pytest.fixture(scope="module")
