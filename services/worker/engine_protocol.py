@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -369,6 +369,16 @@ Event = (
     | BatchRan
     | BatchRaised
 )
+
+
+class StepLink(Protocol):
+    """The agent, as a step that is running may use it."""
+
+    def receive(self) -> None:
+        """Apply the commands that have arrived."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Send a message. Raises an error of the engine process once the agent is gone."""
 
 
 def _as_list(value: object) -> list[int]:

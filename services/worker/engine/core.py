@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.execute.executor import Adapters, Batch, Executor, Samples
@@ -37,14 +37,12 @@ from services.worker.engine_protocol import (
     Park,
     Resize,
     Resized,
+    StepLink,
     Stepped,
     Submit,
 )
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import StepPage
-
-if TYPE_CHECKING:
-    from services.worker.engine.process import StepLink
 
 _TOKENS: Final = attrgetter("tokens")
 _SEES_OUTPUT: Final = attrgetter("sees_output")
