@@ -150,8 +150,8 @@ def require_servable(files: dict[str, Path], kind: Kind) -> tuple[str, ...]:
     return checkpoint_warnings(files, _reader(files), kind)
 
 
-def require_adapter(files: dict[str, Path]) -> None:
-    """Return if the folder is an adapter; the registry compares its tensors with its base.
+def require_adapter(files: dict[str, Path]) -> tuple[str, ...]:
+    """Return no warnings if the folder is an adapter; the registry compares its tensors with its base.
 
     Raises PublishRefused, OSError.
     """
@@ -163,6 +163,7 @@ def require_adapter(files: dict[str, Path]) -> None:
             problem = f"{ADAPTER_CONFIG}: {refused}"
     if problem:
         raise PublishRefused(problem, next_step="merge it into its base, and publish that")
+    return ()
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
@@ -537,13 +538,12 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    warnings: tuple[str, ...] = ()
     if base is None and ADAPTER_CONFIG in files and "config.json" not in files:
         raise PublishRefused("the folder is an adapter", next_step="name its base: --base MODEL@VERSION")
-    if base is not None and not for_another_engine:
-        await asyncio.to_thread(require_adapter, files)
-    elif not for_another_engine:
-        warnings = await asyncio.to_thread(require_servable, files, declared)
+    warnings: tuple[str, ...] = ()
+    if not for_another_engine:
+        require = partial(require_servable, kind=declared) if base is None else require_adapter
+        warnings = await asyncio.to_thread(require, files)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
@@ -552,8 +552,7 @@ async def publish(
     transfer = Transfer(stub, metadata, sent=reporter.sent, patience_s=patience_s)
     publication = _Publication(stub, transfer, tuple(metadata), reporter)
     if base is not None:
-        manifest.schema, manifest.base_model = ADAPTER_SCHEMA, base.model
-        manifest.base_digest = await publication.digest_of(base)
+        await publication.name_base(manifest, base)
     request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     # Called before the upload: a folder that cannot be a version is rejected before gigabytes are sent.
     answer = await publication.create_if_stored(request)
@@ -602,12 +601,13 @@ class _Publication:
                 raise
             return None
 
-    async def digest_of(self, base: Base) -> str:
+    async def name_base(self, manifest: pb.Manifest, base: Base) -> None:
         request = pb.GetVersionRequest(model=base.model, version=base.version)
         answer = await self.transfer.again(
             lambda: self.stub.GetVersion(request, metadata=self.metadata, timeout=CALL_TIMEOUT_S)
         )
-        return answer.version.digest
+        manifest.schema, manifest.base_model = ADAPTER_SCHEMA, base.model
+        manifest.base_digest = answer.version.digest
 
     async def set_tag(self, model: str, tag: str, digest: str) -> None:
         request = pb.SetTagRequest(model=model, tag=tag, digest=digest)
