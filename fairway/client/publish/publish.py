@@ -143,6 +143,8 @@ def require_servable(files: dict[str, Path], kind: Kind) -> tuple[str, ...]:
 
     Raises PublishRefused, OSError.
     """
+    if ADAPTER_CONFIG in files and "config.json" not in files:
+        raise PublishRefused("the folder is an adapter", next_step="name its base: --base MODEL@VERSION")
     if problem := problem_of_checkpoint(files, _reader(files), kind):
         raise PublishRefused(
             problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
@@ -538,8 +540,6 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    if base is None and ADAPTER_CONFIG in files and "config.json" not in files:
-        raise PublishRefused("the folder is an adapter", next_step="name its base: --base MODEL@VERSION")
     warnings: tuple[str, ...] = ()
     if not for_another_engine:
         require = partial(require_servable, kind=declared) if base is None else require_adapter
@@ -567,18 +567,13 @@ async def publish(
         reporter.update(phase="create")
         answer = await publication.create_if_stored(request, is_last=not last)
     assert answer is not None, "the last round raises"
+    digest = answer.version.digest
     if tag:
-        await publication.set_tag(model, tag, answer.version.digest)
+        await publication.set_tag(model, tag, digest)
     reporter.update(phase="done")
-    return Published(
-        model,
-        answer.version.digest,
-        answer.created,
-        sum(file.size_bytes for file in hashed.files),
-        len(uploaded),
-        sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
-        warnings,
-    )
+    size_bytes = sum(file.size_bytes for file in hashed.files)
+    sent_bytes = sum(hashed.chunks[chunk].size_bytes for chunk in uploaded)
+    return Published(model, digest, answer.created, size_bytes, len(uploaded), sent_bytes, warnings)
 
 
 @dataclass(frozen=True, slots=True)
