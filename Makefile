@@ -303,7 +303,7 @@ compose-up: compose-secrets ## Build the image, start all containers, deploy the
 		"secrets/api_key of FLEET_STATE (.fairway/compose)."
 
 compose-down: ## Drain and stop the containers of all profiles; their volumes stay
-	COMPOSE_PROFILES=observability,scale,tools $(COMPOSE) down
+	COMPOSE_PROFILES=observability,scale,tools,vllm $(COMPOSE) down
 
 compose-test: setup-dev e2e-env ## Try the containers for real; fails, with outcome SKIPPED, where no Docker engine answers
 	$(BIN)/python -m pytest tests/compose -o faulthandler_timeout=1800 $(ARGS)

@@ -38,10 +38,9 @@ REQUEST_RUNS: Final = (
 # What decides which tenant is next, each with an order of its own.
 FAIR_ORDERS: Final = (
     "services/scheduler/policy/queue/fair_order.py:FairOrder",  # sequences, by tokens served
-    "services/scheduler/policy/slots.py:divide",  # slots of rows
-    "services/core/fixed_cost/turns.py:TenantTurns",  # rows of one batch, and without a leading scheduler
+    "services/scheduler/slots/pool.py:divide",  # slots of rows
+    "services/core/fixed_cost/turns.py:TenantTurns",  # rows in one batch or without a leader, batches
     "services/runtime/process/tenant_turns.py:TenantRoundRobin",  # texts, and work in the event loop
-    "services/gateway/policy/batch_turns.py:next_batches",  # batches
 )
 LIMITER_PORT: Final = "services/ports/limiter.py"
 # A constructor call with so many arguments that read an attribute copies a shape by hand.

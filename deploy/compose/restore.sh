@@ -15,7 +15,7 @@ owner=$(sed -n 's/^FLEET_UID=//p' .env 2>/dev/null || true)
 owner=${FLEET_UID:-${owner:-10001}}
 
 # All profiles: `down` leaves the containers of those that are not named.
-COMPOSE_PROFILES=observability,scale,tools $COMPOSE down
+COMPOSE_PROFILES=observability,scale,tools,vllm $COMPOSE down
 
 echo "secrets"
 mkdir -p "$state"

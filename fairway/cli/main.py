@@ -18,6 +18,7 @@ from fairway.cli.commands import (
     accounts,
     batches,
     deployments,
+    engines,
     events,
     lifecycle,
     models,
@@ -89,6 +90,7 @@ app.add_typer(batches.app, name="batches")
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")
+app.add_typer(engines.app, name="engines")
 app.add_typer(accounts.tenants, name="tenants")
 app.add_typer(accounts.keys, name="keys")
 app.add_typer(accounts.budgets, name="budgets")

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from fairway.formats import version_files
 from fairway.formats.adapter import require_adapter
 from fairway.formats.config_fields import UnsupportedModel, object_in
-from fairway.formats.decoder_config import ModelConfig, parse_config
+from fairway.formats.decoder_config import FAMILIES, ModelConfig, parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.layouts import layout_of
@@ -27,6 +27,8 @@ from fairway.formats.tokenizer_files import (
     read_tokenizer_files,
     require_decodable,
 )
+from fairway.formats.version_files import suffix_of
+from fairway.formats.vllm_models import require_vllm_config, require_vllm_tensors
 from fairway.formats.weights import (
     INDEX,
     SINGLE,
@@ -38,6 +40,9 @@ from fairway.formats.weights import (
 )
 
 Kind = Literal["causal-lm", "fixed-cost"]
+Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
+_ONLY_DECODERS: Final = "vLLM serves no fixed-cost model: the batcher does"
+_OWN_ADAPTERS: Final = "adapters are served by executor: torch"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
@@ -64,11 +69,41 @@ def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False
 def checkpoint_problem(
     names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
 ) -> str:
-    """Return why a version of this kind and these files cannot be served, or an empty text.
+    """Return why no engine can serve a version of this kind and these files, or an empty text.
 
     ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
     on. The files of an adapter are together with those of its base.
     """
+    return no_engine(engine_problems(names, read, kind, is_adapter=is_adapter))
+
+
+def no_engine(problems: Mapping[Engine, str]) -> str:
+    """Return why none of the engines serves a version, or an empty text."""
+    own, other = problems["torch"], problems["vllm"]
+    if not own or not other:
+        return ""
+    return own if other in own or other == _ONLY_DECODERS else f"{own}; by vllm: {other}"
+
+
+def engine_problems(
+    names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
+) -> dict[Engine, str]:
+    """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
+    if kind == "fixed-cost":
+        return {"torch": _own_problem(names, read, kind), "vllm": _ONLY_DECODERS}
+    if gguf := next((name for name in names if name.lower().endswith(".gguf")), ""):
+        refused = f"{gguf}: no engine serves GGUF as it is; `fairway models import` converts it"
+        return {"torch": refused, "vllm": refused}
+    own = _own_problem(names, read, kind, is_adapter=is_adapter)
+    if is_adapter:
+        return {"torch": own, "vllm": own or _OWN_ADAPTERS}
+    try:
+        return {"torch": own, "vllm": _vllm_problem(names, read, own)}
+    except (UnsupportedModel, BadWeights) as refused:
+        return {"torch": own, "vllm": str(refused)}
+
+
+def _own_problem(names: Collection[str], read: Read, kind: str, *, is_adapter: bool = False) -> str:
     try:
         if kind == "fixed-cost":
             _require_fixed_cost(names, read)
@@ -80,6 +115,30 @@ def checkpoint_problem(
         return f"{refused} by the {'batcher' if kind == 'fixed-cost' else 'engine'}"
     except BadWeights as refused:
         return str(refused)
+    return ""
+
+
+def _vllm_problem(names: Collection[str], read: Read, own: str) -> str:
+    """Return why vLLM cannot serve a decoder; ``own`` is the reason of Fairway's engine.
+
+    A family of that engine is judged by it, unless its weights are quantised. Raises UnsupportedModel,
+    BadWeights.
+    """
+    if code := next((name for name in names if suffix_of(name) in version_files.CODE_SUFFIXES), ""):
+        return f"{code}: no engine runs program code of a version"
+    fields = object_in(CONFIG, read) if CONFIG in names else {}
+    if "architectures" not in fields and SINGLE not in names and INDEX not in names:
+        return own or "a model without weights is served by the null executor"
+    vocab_size = require_vllm_config(fields)
+    if fields.get("quantization_config") is None and fields["architectures"][0] in FAMILIES:
+        return own
+    if GENERATION_CONFIG in names:
+        sampling_defaults(object_in(GENERATION_CONFIG, read))
+    eos_ids(names, read, fields, vocab_size)
+    require_vllm_tensors(fields, names, read)
+    require_decodable(_tokenizer(names, read, vocab_size).tokenizer)
+    if any(name.startswith(_DRAFT) for name in names):
+        return f"{_DRAFT}: a version that vLLM serves has no draft"
     return ""
 
 

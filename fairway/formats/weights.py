@@ -126,6 +126,18 @@ def require_layout(folder: str, names: Collection[str], read: Read, layout: Tens
 
     Raises BadWeights, UnsupportedModel.
     """
+    files, headers = read_tensors(folder, names, read)
+    compare(headers, layout)
+    return files
+
+
+def read_tensors(
+    folder: str, names: Collection[str], read: Read
+) -> tuple[dict[str, str], dict[str, safetensors.TensorHeader]]:
+    """Return the file of each tensor, and its header; each is in one file.
+
+    Raises BadWeights, UnsupportedModel.
+    """
     files: dict[str, str] = {}
     headers: dict[str, safetensors.TensorHeader] = {}
     size_bytes = 0
@@ -142,20 +154,19 @@ def require_layout(folder: str, names: Collection[str], read: Read, layout: Tens
             if name in files:
                 raise BadWeights(f"{name} is in two files, {files[name]} and {file}: remove it from one")
             files[name], headers[name] = file, tensor
-    compare(headers, layout)
-    return files
+    return files, headers
 
 
 def compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayout) -> None:
     """Return if the tensors are those of the layout. Raises BadWeights."""
     if missing := layout.shapes.keys() - headers.keys():
-        raise BadWeights(f"missing tensors: {_named(missing)}")
+        raise BadWeights(f"missing tensors: {named(missing)}")
     shapes = {**layout.optional, **layout.shapes}
     extra = headers.keys() - shapes.keys()
     if layout.ignored is not None:
         extra = {name for name in extra if not layout.ignored.fullmatch(name)}
     if extra:
-        raise BadWeights(f"unexpected tensors: {_named(extra)}")
+        raise BadWeights(f"unexpected tensors: {named(extra)}")
     for name, shape in shapes.items():
         if (found := headers.get(name)) is None:
             continue
@@ -165,6 +176,7 @@ def compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayou
             raise BadWeights(f"{name} has dtype {found.dtype}, not one of {', '.join(sorted(DTYPES))}")
 
 
-def _named(names: Collection[str]) -> str:
+def named(names: Collection[str]) -> str:
+    """Return the first names for a message, and how many more there are."""
     shown = sorted(names)[:MAX_NAMED]
     return ", ".join(shown) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")

@@ -664,7 +664,9 @@ class Deployment(_message.Message):
     version_digest: _builtins.str
     """Set by the server."""
     executor: _builtins.str
-    """"torch" or "null" (no weights, for measuring). Empty: torch."""
+    """"torch" (Fairway's own engine), "vllm", or "null" (no weights, for measuring). Empty: the first that
+    serves the version.
+    """
     output_form: _builtins.str
     """How the model writes calls and reasoning, in place of what its files show. See docs/tools.md."""
     @_builtins.property

@@ -130,6 +130,7 @@ class Version(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    SERVABLE_BY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     digest: _builtins.str
     size_bytes: _builtins.int
@@ -139,6 +140,10 @@ class Version(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def servable_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Executors that serve it, by what was checked when it was published; empty: nothing was."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class Version(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         size_bytes: _builtins.int = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
+        servable_by: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "digest", b"digest", "manifest", b"manifest", "model", b"model", "size_bytes", b"size_bytes", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "digest", b"digest", "manifest", b"manifest", "model", b"model", "servable_by", b"servable_by", "size_bytes", b"size_bytes", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

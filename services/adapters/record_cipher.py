@@ -1,4 +1,4 @@
-"""Encryption of the chunks of idempotency records: AES-256-GCM, with keys that belong to one owner's run.
+"""Encryption of idempotency records: AES-256-GCM by chunk, with keys that belong to one owner's run.
 
     installation's secret --HKDF-SHA256--> key of a tenant --HMAC-SHA256--> key of a record under one epoch
 
@@ -8,6 +8,9 @@ A stored chunk is a header in clear, a random nonce, the ciphertext and its tag:
 
 The tag also covers the header, the tenant and the record, so a chunk is valid only where it was written. A
 key seals only the chunks of one run, so random nonces of 96 bits do not repeat.
+
+A log is valid if its chunks are in the order in which they were written, without a gap. A chunk may be there
+twice, because a write whose answer was lost is repeated.
 """
 
 from __future__ import annotations
@@ -15,18 +18,32 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
+from weakref import WeakKeyDictionary
 
+import structlog
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from services.core.errors import IntegrityError
-from services.ports.idempotency import RecordKey
+from services.core.generation import Usage
+from services.ports.idempotency import (
+    Addition,
+    Claim,
+    Hold,
+    IdempotencyStore,
+    LogTail,
+    Owned,
+    RecordKey,
+    RecordState,
+    Written,
+)
+from services.ports.limiter import Reservation
 
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct(">B4sQI")
@@ -100,3 +117,89 @@ def _name(key: RecordKey) -> bytes:
 
 def _key_id(secret: str) -> bytes:
     return hashlib.sha256(b"fairway record key id v1\0" + secret.encode()).digest()[:4]
+
+
+log = structlog.get_logger()
+
+_STORED: Final = (Written.KEPT, Written.WATCHED)
+
+
+class EncryptedRecords:
+    """A decorator of any ``IdempotencyStore``: its chunks are sealed before they reach ``store``.
+
+    A record with a chunk that cannot be opened reads as expired, and an error is logged.
+    """
+
+    def __init__(self, store: IdempotencyStore, cipher: RecordCipher) -> None:
+        self._store = store
+        self._cipher = cipher
+        # The position of the next chunk, while the owner keeps its hold.
+        self._next: WeakKeyDictionary[Hold, int] = WeakKeyDictionary()
+
+    async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
+        claim = await self._store.claim(key, fingerprint, owner)
+        if isinstance(claim, Owned):
+            self._next[claim.hold] = claim.chunks
+        return claim
+
+    async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
+        following: dict[Hold, int] = {}
+        sealed = []
+        for addition in additions:
+            if addition.chunk:
+                hold = addition.hold
+                position = following.get(hold, self._next.get(hold, 0))
+                following[hold] = position + 1
+                addition = Addition(hold, self._seal(hold, position, addition.chunk))
+            sealed.append(addition)
+        answers = await self._store.append(sealed)
+        for addition, answer in zip(additions, answers, strict=True):
+            if addition.chunk and answer in _STORED:
+                self._next[addition.hold] = following[addition.hold]
+        return answers
+
+    async def finish(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._store.finish(hold, self._seal_last(hold, chunk), reservation, usage)
+
+    async def release(
+        self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
+    ) -> Written:
+        return await self._store.release(hold, self._seal_last(hold, chunk), reservation, usage)
+
+    async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
+        overlap = 1 if start else 0  # the chunk before ``start``: the next one must follow it
+        tail = await self._store.read(key, start - overlap, watch=watch)
+        try:
+            opened = [self._cipher.open(key, stored) for stored in tail.chunks]
+            _check_order(opened, start - overlap)
+        except IntegrityError as error:
+            log.error("idempotency.record_unreadable", record=key.digest[:12], reason=error.message)
+            return LogTail(RecordState.EXPIRED)
+        return replace(tail, chunks=tuple(each.chunk for each in opened[overlap:]))
+
+    async def delete(self, key: RecordKey) -> bool:
+        return await self._store.delete(key)
+
+    def _seal(self, hold: Hold, position: int, chunk: bytes) -> bytes:
+        return self._cipher.seal(hold.key, hold.epoch, position, chunk)
+
+    def _seal_last(self, hold: Hold, chunk: bytes) -> bytes:
+        return self._seal(hold, self._next.get(hold, 0), chunk) if chunk else b""
+
+
+def _check_order(opened: Iterable[Opened], start: int) -> None:
+    """Raise IntegrityError unless the chunks from number ``start`` on follow each other."""
+    before: Opened | None = None
+    for number, each in enumerate(opened, start):
+        if before is None:
+            fits = number > 0 or each.position == 0
+        elif each.epoch == before.epoch:
+            fits = each.position in (before.position, before.position + 1)
+        else:
+            # A new owner counts the chunks that it found.
+            fits = each.epoch > before.epoch and each.position == number
+        if not fits:
+            raise IntegrityError(f"chunk {number} of the log is not the one that was written there")
+        before = each

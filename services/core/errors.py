@@ -6,7 +6,7 @@
     ├── PermissionDenied
     ├── NotFound                ModelNotFound, ThreadNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
-    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone,
+    ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
     │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
@@ -134,6 +134,12 @@ class DoesNotFit(FailedPrecondition):
     """The version needs more memory than the device has."""
 
     reason = "DOES_NOT_FIT"
+
+
+class EngineNotInstalled(FailedPrecondition):
+    """The executor runs in an environment of its own, which the worker's machine lacks."""
+
+    reason = "ENGINE_NOT_INSTALLED"
 
 
 class ResultExpired(FailedPrecondition):

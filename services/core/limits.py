@@ -1,4 +1,4 @@
-"""Limits of tenants, keys and end users, what a request claims of them, and list prices.
+"""Limits of tenants, keys and end users, what a request claims of them, list prices, and shares of a bound.
 
 Amounts are whole requests, slots, tokens or micro-dollars (millionths of the currency unit).
 """
@@ -117,3 +117,8 @@ class UsageLimits:
     max_context_tokens: int = 0  # prompt and most output of one request
     max_output_tokens: int = 0  # most output of one choice
     max_timeout_s: float = 0.0
+
+
+def share_of(bound: int) -> int:
+    """Return half of the bound, at least 1: the maximum for one tenant or one source."""
+    return max(1, bound // 2)

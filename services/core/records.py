@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from services.core.errors import IntegrityError
+from services.core.errors import IntegrityError, UnsupportedFeature
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.limits import Limit, LimitKind, Price, Scope, UsageLimits
 
@@ -475,6 +475,8 @@ class VersionRecord:
     create_unix_s: float
     # See ``core.rollouts.computation``; empty: of a version that was registered without it.
     computation: str = ""
+    # By executor, why it does not serve the version; an empty text: it does. Empty: nothing was checked.
+    engine_problems: dict[str, str] = field(default_factory=dict)
     base_model: str = ""  # of an adapter: the model of its base
     base_digest: str = ""  # of an adapter: the version that it changes
 
@@ -482,6 +484,26 @@ class VersionRecord:
     def engine(self) -> str:
         """What its engine computes: versions with the same share one. Empty where it is unknown."""
         return f"{self.base_model or self.model} {self.computation}" if self.computation else ""
+
+    @property
+    def servable_by(self) -> tuple[str, ...]:
+        """The executors that serve it."""
+        return tuple(name for name, problem in self.engine_problems.items() if not problem)
+
+    def executor(self, wished: str, *, field: str) -> str:
+        """Return the executor of a deployment; empty: the first that serves the version.
+
+        Raises UnsupportedFeature for one that does not.
+        """
+        if not wished:
+            return next(iter(self.servable_by), "torch")
+        if problem := self.engine_problems.get(wished, ""):
+            others = "".join(f"; use executor: {name}" for name in self.servable_by[:1])
+            raise UnsupportedFeature(
+                f"executor {wished} does not serve {self.model} {self.digest[:19]}: {problem}{others}",
+                field=field,
+            )
+        return wished
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from random import Random
 
 from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, QueueFull, ShareExceeded, retry_in
+from services.core.limits import share_of
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
-from services.core.shares import share_of
 from services.core.usage import RequestUsage
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels

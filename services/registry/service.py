@@ -136,8 +136,9 @@ class RegistryService:
             readable = manifest
             if manifest.base_digest:
                 readable = on_base(manifest, await self._base_of(manifest))
+            problems: dict[str, str] = {}
             if self._texts is not None and not for_another_engine:
-                await require_servable(self._blobs, readable, sha256_of(body), self._texts)
+                problems = await require_servable(self._blobs, readable, sha256_of(body), self._texts)
             computation = await computation_of(self._blobs, readable)
         record = VersionRecord(
             model,
@@ -145,6 +146,7 @@ class RegistryService:
             manifest.size_bytes,
             self._clock.unix_s(),
             computation,
+            problems,
             manifest.base_model,
             manifest.base_digest,
         )
@@ -432,11 +434,15 @@ async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIte
 
 
 _READ: Final = frozenset((*GATEWAY_FILES, *servable.READ))
+MAX_PROBLEM: Final = 1000  # bytes of an engine's problem in a version's record
 _NEXT: Final = "publish it for another engine, or repair it"
 
 
-async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck) -> None:
-    """Return if the engine and the gateways can serve a verified version, an adapter with its base's files.
+async def require_servable(
+    blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck
+) -> dict[str, str]:
+    """Return the engines' problems with a verified version that one of them and the gateways can serve; an
+    adapter has the files of its base.
 
     Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
     """
@@ -457,8 +463,9 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
             if headers_bytes > MAX_HEADERS_BYTES:
                 raise InvalidInput(TOO_LARGE, field="manifest.files")
             await _write(folder / path, header)
-        judge = partial(servable.checkpoint_problem, names, read, manifest.kind, is_adapter=is_adapter)
-        problem = await in_thread(judge)
+        judge = partial(servable.engine_problems, names, read, manifest.kind, is_adapter=is_adapter)
+        problems = await in_thread(judge)
+        problem = servable.no_engine(problems)
         has_text = manifest.kind == "causal-lm" or TOKENIZER in names
         if not problem and has_text:
             try:
@@ -467,6 +474,7 @@ async def require_servable(blobs: BlobStore, manifest: Manifest, digest: str, te
                 problem = error.message
     if problem:
         raise InvalidInput(f"the version cannot be served here: {problem}; {_NEXT}", field="manifest.files")
+    return {str(engine): found[:MAX_PROBLEM] for engine, found in problems.items()}
 
 
 async def _write(path: Path, body: bytes) -> None:

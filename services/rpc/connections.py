@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from services.core.errors import OverQuota
-from services.core.shares import share_of
+from services.core.limits import share_of
 from services.ports.clock import Clock
 from services.runtime import connections
 

@@ -148,6 +148,8 @@ class Settings(BaseModel):
     max_sequences: int = Field(default=64, ge=1, le=4096)
     # Target duration of a step while streams run; prefill is cut to it; 0: none.
     itl_target_s: float = Field(default=0.05, ge=0, le=60)
+    # Folder of vLLM's environment; default: that of `fairway engines install vllm`.
+    vllm_dir: Path | None = None
     # Type of weights and KV.
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
     # Arithmetic. exact: outputs do not depend on the batch; free: faster; auto: exact on CPU, free on CUDA.

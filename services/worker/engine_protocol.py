@@ -36,8 +36,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket_path: str  # path of the agent's Unix socket
     model_dir: str  # the version's files
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
+    # "vllm" runs the batches on vLLM's workers, with the interpreter of their own environment.
     # "rows" runs batches of a fixed-cost model, and ``kv_memory_bytes`` bounds the working memory of one.
-    executor: Literal["torch", "null", "rows"] = "torch"
+    executor: Literal["torch", "null", "rows", "vllm"] = "torch"
     device: str = "cpu"  # "cpu" or a CUDA device
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and KV
     threads: int = 0  # CPU threads that the operators use; 0: torch's default
@@ -74,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # "free": uses vendor products where they are faster; results then do depend on the batch (bfloat16 on a
     # CPU, everything on CUDA). "auto": exact on a CPU, free on CUDA.
     mode: Literal["auto", "exact", "free"] = "auto"
+    tensor_parallel: int = 1  # ranks that share each layer, of "vllm"
+    pipeline_parallel: int = 1  # groups of ranks that follow each other, of "vllm"
     request_log_per_s: float = 200.0  # most log lines about single sequences
     # File of the ``StepPage`` on which the engine announces its steps; empty: it does not.
     step_page_path: str = ""
@@ -214,6 +217,12 @@ class RowModel(msgspec.Struct, frozen=True):
         return any(spec.has_length for spec in self.inputs)
 
 
+# What an engine may promise. "exact": the tokens of a sequence do not depend on the others of a step, on how
+# its prompt was cut, or on where it was resumed; a canary has shown it. "resize": the KV pool can change its
+# size.
+Capability = Literal["exact", "resize"]
+
+
 class Ready(EngineMessage, frozen=True):
     """The model is loaded and warmed; the step loop runs."""
 
@@ -229,6 +238,7 @@ class Ready(EngineMessage, frozen=True):
     working_bytes: int = 0
     # Facts of a fixed-cost model; the working memory of its batch counts as one KV block.
     rows: RowModel | None = None
+    capabilities: frozenset[Capability] = frozenset()  # what this engine promises with this model
 
 
 class LoadFailed(EngineMessage, frozen=True):

@@ -32,9 +32,11 @@ _NEXT: Final = {
     RolloutPhase.LOADING: {RolloutPhase.RUNNING, RolloutPhase.SOAKING, RolloutPhase.ROLLING_BACK},
     RolloutPhase.RUNNING: {RolloutPhase.SOAKING, RolloutPhase.ROLLING_BACK},
     RolloutPhase.SOAKING: {RolloutPhase.FINISHING, RolloutPhase.ROLLING_BACK},
-    RolloutPhase.FINISHING: {RolloutPhase.COMPLETED},
+    RolloutPhase.FINISHING: {RolloutPhase.COMPLETED, RolloutPhase.REVERTED},
+    RolloutPhase.COMPLETED: {RolloutPhase.REVERTED},
     RolloutPhase.ROLLING_BACK: {RolloutPhase.ABORTED},
 }
+_TAKEN_BACK: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.REVERTED)
 
 
 class SplitHistory(RolloutListener, Invariant):
@@ -46,6 +48,7 @@ class SplitHistory(RolloutListener, Invariant):
         self.rollout: Rollout | None = None
         self.phases: list[RolloutPhase] = []
         self.writers: dict[str, int] = {}  # how many writes of the rollout each made
+        # When the candidate was taken back: by an abort, or by a revert once it was final.
         self.aborted_s: float | None = None
         self.aborted_revision = 0
         self._failed = set[str]()  # metrics of its gates
@@ -111,7 +114,7 @@ class SplitHistory(RolloutListener, Invariant):
         if rollout.phase is RolloutPhase.FINISHING:
             lacks = [report.waits_for for report in rollout.gates.values()]
             self._unjudged |= any(one.startswith("the baseline") for one in lacks)
-        if rollout.phase is RolloutPhase.ROLLING_BACK and self.aborted_s is None:
+        if rollout.phase in _TAKEN_BACK and self.aborted_s is None:
             self.aborted_s, self.aborted_revision = self._fleet.loop.now_s, revision
 
     def _check_split(self, rollout: Rollout) -> None:

@@ -69,6 +69,7 @@ class CandidateKind(StrEnum):
     UNANSWERING = "unanswering"  # each sequence does, also those of the probe
     CRASHING = "crashing"  # some prompts end its engine
     ABORTED = "aborted"  # good, and an operator aborts it
+    REVERTED = "reverted"  # good, and an operator reverts it once it is final
     UNLOADABLE = "unloadable"  # its engines do not become ready
 
 
@@ -79,6 +80,7 @@ _CANDIDATES: Final = {
     CandidateKind.UNANSWERING: VersionSpec(CANDIDATE, load_s=1.0, faults=VersionFaults(False, 1)),
     CandidateKind.CRASHING: VersionSpec(CANDIDATE, load_s=1.0),
     CandidateKind.ABORTED: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
+    CandidateKind.REVERTED: VersionSpec(CANDIDATE, load_s=1.0, faults=_ROBUST),
     CandidateKind.UNLOADABLE: VersionSpec(CANDIDATE, load_s=1.0, loads=False),
 }
 _KINDS: Final = (
@@ -88,7 +90,7 @@ _KINDS: Final = (
     CandidateKind.FAILING,
     CandidateKind.GOOD,
     CandidateKind.CRASHING,
-    CandidateKind.ABORTED,
+    CandidateKind.REVERTED,
     CandidateKind.SLOW,
     CandidateKind.UNANSWERING,
     CandidateKind.UNLOADABLE,
@@ -135,6 +137,8 @@ def is_judged(seed: int, phase: RolloutPhase | None) -> bool:
 
 def end_of(kind: CandidateKind) -> RolloutPhase:
     """Return the phase in which a rollout of that kind has to end."""
+    if kind is CandidateKind.REVERTED:
+        return RolloutPhase.REVERTED
     return RolloutPhase.COMPLETED if kind is CandidateKind.GOOD else RolloutPhase.ABORTED
 
 
@@ -204,10 +208,11 @@ def rollout_load(seed: int, phase: Callable[[], RolloutPhase | None]) -> Iterato
 _BEGIN_S: Final = 2.0
 _LOOK_S: Final = 0.25
 _ABORT_WITHIN_S: Final = 14.0
+_FINAL: Final = (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
 
 
 class Operator:
-    """A plan of a run: starts the seed's rollout, aborts it where its kind demands that, awaits its end."""
+    """A plan of a run: starts the seed's rollout, aborts or reverts it by its kind, awaits its end."""
 
     def __init__(self, seed: int) -> None:
         self._kind = kind_of(seed)
@@ -222,11 +227,16 @@ class Operator:
         await self._until_done(fleet, lambda: rollouts.create(rollout(self._seed), request_id="start"))
         abort_s: float | None = None
         aborts = self._kind is CandidateKind.ABORTED
+        reverts = self._kind is CandidateKind.REVERTED
         while self.phase not in ENDED:
             await fleet.wait(_LOOK_S)
             try:
                 found = (await rollouts.get(NAME)).stored.record
             except FairwayError:
+                continue
+            if reverts and found.phase in _FINAL:
+                reverts = False
+                await self._until_done(fleet, lambda: rollouts.revert(NAME, request_id="revert"))
                 continue
             self.phase = found.phase
             if found.phase in (RolloutPhase.RUNNING, RolloutPhase.SOAKING) and abort_s is None:

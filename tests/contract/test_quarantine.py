@@ -12,10 +12,13 @@ import pytest
 import pytest_asyncio
 
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.memory.quarantine import MemoryQuarantine
 from services.adapters.memory.store import MemoryStore
-from services.adapters.quarantine.entries import QuarantineLimits, displaced
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import (
+    MemoryQuarantine,
+    QuarantineLimits,
+    StoreQuarantine,
+    displaced,
+)
 from services.core.errors import StoreUnavailable
 from services.core.records import QUARANTINE, load, quarantine_key
 from services.ports.poison.quarantine import Quarantine, Quarantined

@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry
 
 from fairway.v1 import common_pb2, inference_pb2
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import StoreQuarantine
 from services.core.errors import FairwayError, PoisonedInput
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
 from services.runtime.clock import SystemClock

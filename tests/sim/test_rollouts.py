@@ -39,7 +39,7 @@ from tests.sim.planted.planes import (
 from tests.sim.planted.workers import AsksNoProbe
 from tests.support.sweep import daily
 
-OF_EACH_KIND = (0, 1, 2, 3, 5, 8, 9)
+OF_EACH_KIND = (0, 1, 2, 3, 5, 6, 8, 9)
 # Of each strategy that moves all traffic at once: slow, failing, good.
 AT_ONCE = (21, 23, 24, 31, 33, 34)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,18 +32,26 @@ PATIENCE_S: Final = 60.0
 class Agent:
     """Starts a process and exchanges messages with it; ``close`` ends it."""
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
+    def __init__(
+        self, folder: Path, config: EngineConfig, *, python: str = sys.executable, poisoned: bool = False
+    ) -> None:
+        """``poisoned``: some prompts end it, as ``poisoned_engine`` states."""
         path = folder / "s"
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(str(path))
         self.server.listen(1)
         self.server.settimeout(PATIENCE_S)
         config = msgspec.structs.replace(config, socket_path=str(path))
-        command = [sys.executable, "-m", "services.worker.engine.process", "--config"]
+        module = "tests.support.poisoned_engine" if poisoned else "services.worker.engine.process"
+        command = [python, "-m", module, "--config"]
         self.log = folder / "stderr"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, msgspec.json.encode(config).decode()], cwd=ROOT, stderr=log
+                [*command, msgspec.json.encode(config).decode()],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stderr=log,
+                start_new_session=True,
             )
         self.channel, _ = self.server.accept()
         self.channel.settimeout(PATIENCE_S)
@@ -80,5 +90,5 @@ class Agent:
         self.hang_up()
         self.server.close()
         if self.process.poll() is None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # ranks are in its group
         self.process.wait(timeout=PATIENCE_S)

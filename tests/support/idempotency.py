@@ -10,8 +10,7 @@ from secrets import token_bytes
 
 import redis.asyncio
 
-from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
+from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits

@@ -12,9 +12,8 @@ from secrets import token_bytes
 from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.encrypted_records import EncryptedRecords
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.record_cipher import RecordCipher
+from services.adapters.record_cipher import EncryptedRecords, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors

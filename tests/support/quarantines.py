@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from services.adapters.quarantine.entries import QuarantineLimits
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import QuarantineLimits, StoreQuarantine
 from services.core.records import QUARANTINE, load
 from services.ports.poison.quarantine import Quarantined
 from services.ports.store import Entry, Store

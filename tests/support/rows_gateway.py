@@ -15,7 +15,7 @@ import grpc
 
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.core.generation import Principal
 from services.core.limits import Price
 from services.core.manifest import Manifest
@@ -40,7 +40,7 @@ from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
 from services.gateway.faces.openai.routes import build_app
 from services.gateway.faces.openai.server import HttpServer
-from services.gateway.faces.predict.servicer import PredictServicer
+from services.gateway.faces.predict.routes import PredictServicer
 from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts

@@ -30,16 +30,16 @@ from scripts.house import (
 SOURCES = sources_of(code_files())
 # Each at its value, rounded up a little: a change lowers it and never raises it. The aim stands beside it.
 CAPS = {
-    "code_lines": 93_000,
-    "lines": 128_400,  # 118,000
-    "modules": 607,  # 600
-    "one_importer": 122,  # 110
+    "code_lines": 92_900,
+    "lines": 128_200,  # 118,000
+    "modules": 594,  # 600
+    "one_importer": 114,  # 110
     "double_names": 8,  # 10
     "hand_copies": 254,  # 150
     "request_shapes": 12,  # 12
     "request_runs": 1,  # 1
     "limiters": 2,  # 2
-    "fair_orders": 5,  # 4
+    "fair_orders": 4,  # 4
     "lonely_protocols": 0,  # 0
     "fragments_percent": 2.0,  # 8
 }

@@ -15,6 +15,7 @@ from tests.tidy.sources import ROOT, project_files
 
 BIN: Final = Path(sys.executable).parent
 CPU_INDEX_USERS: Final = {
+    "fairway/engines/install.py",
     "scripts/setup_env.py",
     "docs/decisions/0004-torch-installation.md",
     "Makefile",

@@ -44,6 +44,13 @@ PriorityOption = Annotated[
     PriorityName | None,
     typer.Option("--priority", help="Which deployment gets workers first when not all fit."),
 ]
+ExecutorOption = Annotated[
+    str,
+    typer.Option(
+        "--executor",
+        help='"torch", "vllm", or "null" to measure without weights; default: what serves the version.',
+    ),
+]
 OutputFormOption = Annotated[
     str | None,
     typer.Option(
@@ -144,9 +151,7 @@ async def create(
     replicas: ReplicasOption = 1,
     selector: SelectorOption = None,
     priority: PriorityOption = None,
-    executor: Annotated[
-        str, typer.Option("--executor", help='"torch", or "null" to measure without weights.')
-    ] = "",
+    executor: ExecutorOption = "",
     output_form: OutputFormOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
@@ -195,6 +200,7 @@ async def update(
     replicas: ReplicasOption = None,
     selector: SelectorOption = None,
     priority: PriorityOption = None,
+    executor: ExecutorOption = "",
     output_form: OutputFormOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
@@ -222,6 +228,8 @@ async def update(
             deployment.node_selector.update(key_values(selector, flag="--selector"))
         if priority is not None:
             deployment.priority = priority.proto
+        if executor:
+            deployment.executor = executor
         if output_form is not None:
             deployment.output_form = output_form
         _set_price(deployment, price)

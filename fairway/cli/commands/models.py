@@ -68,6 +68,7 @@ VERSION_COLUMNS: Final[tuple[Column[rg.Version], ...]] = (
     Column("digest", lambda version: version.digest),
     Column("tags", lambda version: ",".join(sorted(version.tags))),
     Column("size", lambda version: show_bytes(version.size_bytes)),
+    Column("servable by", lambda version: ",".join(version.servable_by)),
     Column("created", lambda version: moment(version.create_time)),
     Column("model", lambda version: version.model, wide=True),
 )
@@ -204,12 +205,15 @@ def _show_published(done: Published, tag: str, output: Format) -> None:
             "uploaded_bytes": str(done.uploaded_bytes),
             "uploaded_chunks": done.uploaded_chunks,
             "warnings": list(done.warnings),
+            "servable_by": list(done.servable_by),
         }
         write_document(found, output)
         return
     plain(out(), done.digest)
     sent = f"{show_bytes(done.uploaded_bytes)} of {show_bytes(done.size_bytes)} uploaded"
     plain(err(), f"{'published' if done.created else 'was published before'}: {sent}")
+    if done.servable_by:
+        plain(err(), f"servable by {' and '.join(done.servable_by)}")
     if sys.stderr.isatty():
         plain(err(), f"serve it with `fairway deployments create {done.model} --wait`")
 

@@ -38,8 +38,7 @@ from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.safetensors import LENGTH_BYTES, read_header
-from fairway.formats.servable import Kind, checkpoint_warnings, kind_of
-from fairway.formats.servable import checkpoint_problem as problem_of_checkpoint
+from fairway.formats.servable import Kind, checkpoint_warnings, engine_problems, kind_of, no_engine
 from fairway.formats.version_files import (
     ADAPTER_CONFIG,
     TENSOR_SUFFIX,
@@ -138,22 +137,24 @@ def declared_kind(files: dict[str, Path]) -> Kind:
     return kind_of(files, _reader(files))
 
 
-def require_servable(files: dict[str, Path], kind: Kind) -> tuple[str, ...]:
-    """Return warnings if workers can serve the folder, by its small files and the headers of its tensors.
+def require_servable(files: dict[str, Path], kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the executors that serve the folder, by its small files and its tensors' headers, and warnings.
 
     Raises PublishRefused, OSError.
     """
     if ADAPTER_CONFIG in files and "config.json" not in files:
         raise PublishRefused("the folder is an adapter", next_step="name its base: --base MODEL@VERSION")
-    if problem := problem_of_checkpoint(files, _reader(files), kind):
+    problems = engine_problems(files, _reader(files), kind)
+    if problem := no_engine(problems):
         raise PublishRefused(
             problem, next_step="repair the folder; or, where another engine serves it: --for-another-engine"
         )
-    return checkpoint_warnings(files, _reader(files), kind)
+    servable_by = tuple(engine for engine, problem in problems.items() if not problem)
+    return servable_by, checkpoint_warnings(files, _reader(files), kind)
 
 
-def require_adapter(files: dict[str, Path]) -> tuple[str, ...]:
-    """Return no warnings if the folder is an adapter; the registry compares its tensors with its base.
+def require_adapter(files: dict[str, Path]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what ``require_servable`` does, of an adapter; the registry compares its tensors with its base.
 
     Raises PublishRefused, OSError.
     """
@@ -165,7 +166,7 @@ def require_adapter(files: dict[str, Path]) -> tuple[str, ...]:
             problem = f"{ADAPTER_CONFIG}: {refused}"
     if problem:
         raise PublishRefused(problem, next_step="merge it into its base, and publish that")
-    return ()
+    return ("torch",), ()
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
@@ -514,6 +515,7 @@ class Published:
     uploaded_chunks: int
     uploaded_bytes: int
     warnings: tuple[str, ...] = ()  # where the version may not mean what its files seem to
+    servable_by: tuple[str, ...] = ()  # executors that serve it; empty: it was published without a check
 
 
 async def publish(
@@ -540,10 +542,10 @@ async def publish(
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
-    warnings: tuple[str, ...] = ()
+    found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if not for_another_engine:
         require = partial(require_servable, kind=declared) if base is None else require_adapter
-        warnings = await asyncio.to_thread(require, files)
+        found = await asyncio.to_thread(require, files)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
@@ -573,7 +575,10 @@ async def publish(
     reporter.update(phase="done")
     size_bytes = sum(file.size_bytes for file in hashed.files)
     sent_bytes = sum(hashed.chunks[chunk].size_bytes for chunk in uploaded)
-    return Published(model, digest, answer.created, size_bytes, len(uploaded), sent_bytes, warnings)
+    by, warnings = found
+    return Published(
+        model, digest, answer.created, size_bytes, len(uploaded), sent_bytes, warnings, servable_by=by
+    )
 
 
 @dataclass(frozen=True, slots=True)

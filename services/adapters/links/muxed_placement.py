@@ -31,7 +31,7 @@ from services.core.fixed_cost.explained import RowsExplanation
 from services.core.fixed_cost.slots import SlotDemand, SlotReturn
 from services.core.fleet import Granted, PlacementFrame
 from services.core.generation import AnyGrant, FallbackGrant, NotAdmittedReason, PlaceSpec
-from services.core.shares import share_of
+from services.core.limits import share_of
 from services.ports.clock import Clock
 from services.ports.placement import FallbackPlacer
 from services.runtime.process.tenant_turns import TenantRoundRobin

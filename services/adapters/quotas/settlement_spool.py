@@ -21,11 +21,11 @@ from typing import Final
 import msgspec
 import structlog
 
-from services.adapters.quotas.held_claims import HeldClaims, held_by, with_held
+from services.adapters.quotas.quota import HeldClaims, held_by, with_held
 from services.adapters.synced_files import append_to_file, own_folder, replace_file
 from services.adapters.threads import in_thread
 from services.core.generation import Usage
-from services.core.shares import share_of
+from services.core.limits import share_of
 from services.ports.limiter import Reservation
 from services.runtime.process.tenant_turns import nobody
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
-from services.adapters.quotas.held_claims import decoded
+from services.adapters.quotas.quota import decode_claims
 from services.adapters.redis.cluster import open_scripts
 from services.adapters.redis.memory import KEY_BYTES, RedisMemory
 from services.adapters.redis.reservation_calls import RESERVATION, arguments_of, keys_of, slots_key
@@ -187,7 +187,7 @@ class RedisIdempotency:
             if isinstance(answer, bytes):
                 return Written(answer.decode())
             assert reservation is not None, "only a reservation has claims"
-            reservation = decoded(reservation, answer[0])  # its record has others: repeat with those
+            reservation = decode_claims(reservation, answer[0])  # its record has others: repeat with those
 
 
 def _us(seconds: float) -> int:

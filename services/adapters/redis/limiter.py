@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from services.adapters.quotas.held_claims import decoded
 from services.adapters.quotas.quota import (
     LAPSED_AT_ONCE,
     LAPSED_BATCH,
     SETTLED_KEEP_S,
+    decode_claims,
     fitting,
     limited,
     most,
@@ -235,7 +235,7 @@ class RedisLimiter:
             answer = await self._call_reserve("admit", wanted, claims + more, 0)
             match answer[0]:
                 case b"held":
-                    return decoded(replace(wanted, admitted_us=answer[1]), answer[2])
+                    return decode_claims(replace(wanted, admitted_us=answer[1]), answer[2])
                 case b"over" if answer[1] > len(claims):
                     more, wanted = (), Reservation(tenant_id, request_id, claims=slots)
                     continue
@@ -291,7 +291,7 @@ class RedisLimiter:
             )
             if isinstance(answer, int):
                 return answer
-            reservation = decoded(reservation, answer)
+            reservation = decode_claims(reservation, answer)
         raise StoreUnavailable("the request's claims change all the time", retry_after_s=1.0)
 
     async def _settle_recorded(self, how: str, tenant_id: str, request_id: str, usage: Usage) -> int:
@@ -299,7 +299,7 @@ class RedisLimiter:
         reservation = Reservation(tenant_id, request_id)
         record = await self._scripts.hash(tenant_id, record_key(tenant_id, request_id))
         if b"w" in record:
-            reservation = decoded(replace(reservation, admitted_us=int(record[b"e"])), record[b"w"])
+            reservation = decode_claims(replace(reservation, admitted_us=int(record[b"e"])), record[b"w"])
         return await self._call_settle(how, reservation, usage)
 
     async def _settle_requests(self, tenant_id: str, found: Sequence[bytes]) -> int:

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Final
 
-from services.adapters.quotas.held_claims import encode
-from services.adapters.quotas.quota import most
+from services.adapters.quotas.quota import encode_claims, most
 from services.core.generation import Usage
 from services.core.limits import Claim, Limit, LimitKind, Scope
 from services.ports.limiter import Reservation
@@ -57,7 +56,7 @@ def arguments_of(reservation: Reservation, usage: Usage, claims: Sequence[Claim]
     arguments: list[str | int | bytes] = [
         reservation.request_id,
         reservation.admitted_us,
-        encode(reservation),
+        encode_claims(reservation),
         len(claims),
         price.input_micros,
         price.cached_micros,

@@ -7,11 +7,9 @@ from typing import Final
 
 import structlog
 
-from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.quotas.gateway_limiter import GatewayLimiter
+from services.adapters.quotas.gateway_limiter import GatewayLimiter, LimiterTelemetry
 from services.adapters.quotas.settlement_spool import SettlementSpool
-from services.adapters.quotas.telemetry import LimiterTelemetry
-from services.adapters.record_cipher import RecordCipher
+from services.adapters.record_cipher import EncryptedRecords, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.memory import RedisMemory
 from services.app.environment import Environment

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from fairway.engines.environment import default_folder
 from fairway.v1 import (
     worker_pb2,
     worker_pb2_grpc,
@@ -105,11 +108,18 @@ def _agent(
         host=host,
         store=environment.store,
         files=lambda version: VersionFiles(version, files, texts, clock),
-        launch=process_launcher(clock, supervisor, engines.timeouts),
+        launch=process_launcher(
+            clock, supervisor, engines.timeouts, vllm_dir=vllm_folder(environment.settings)
+        ),
         clock=clock,
         supervisor=supervisor,
         telemetry=telemetry,
     )
+
+
+def vllm_folder(settings: Settings) -> Path:
+    """The folder of vLLM's environment."""
+    return settings.vllm_dir or default_folder("vllm", settings.state_dir)
 
 
 def worker_identity(settings: Settings) -> WorkerIdentity:

@@ -20,6 +20,7 @@ from services.core.records import (
     ROOT,
     Deployment,
     Tag,
+    VersionRecord,
     dump,
     load,
     model_users_key,
@@ -185,10 +186,11 @@ class Deployments:
                 named_form(deployment.output_form)
             except ValueError as error:
                 raise InvalidInput(f"output_form {error}", field="deployment.output_form") from error
-        digest, together = await pinned_version(
+        version, together = await pinned_version(
             self._store, deployment.model, deployment.version, field="deployment.version"
         )
-        return replace(deployment, version_digest=digest), together
+        executor = version.executor(deployment.executor, field="deployment.executor")
+        return replace(deployment, version_digest=version.digest, executor=executor), together
 
 
 def _in_rollout(name: str) -> FailedPrecondition:
@@ -198,8 +200,10 @@ def _in_rollout(name: str) -> FailedPrecondition:
     )
 
 
-async def pinned_version(store: Store, model: str, version: str, *, field: str) -> tuple[str, WriteSet]:
-    """Return the digest of a tag or digest, and the condition that the version still exists.
+async def pinned_version(
+    store: Store, model: str, version: str, *, field: str
+) -> tuple[VersionRecord, WriteSet]:
+    """Return the version of a tag or digest, and the condition that the version still exists.
 
     Raises NotFound; InvalidInput that names the ``field``.
     """
@@ -214,7 +218,7 @@ async def pinned_version(store: Store, model: str, version: str, *, field: str) 
     entry = await store.get(version_key(model, digest))
     if entry is None:
         raise NotFound(f"model {model} has no version {digest}", model=model, digest=digest)
-    return digest, WriteSet(
+    return load(entry.value, VersionRecord), WriteSet(
         conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
         operations=(Put(model_users_key(model), b""),),
     )

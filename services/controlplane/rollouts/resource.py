@@ -203,10 +203,10 @@ class Rollouts:
         """Return the rollout with its versions pinned, and the conditions that they still exist."""
         arms, conditions, operations = [], list[Condition](), list[Operation]()
         for number, arm in enumerate(rollout.arms):
-            digest, together = await pinned_version(
-                self._store, deployment.model, arm.version, field=f"rollout.arms[{number}].version"
-            )
-            arms.append(replace(arm, version_digest=digest))
+            field = f"rollout.arms[{number}].version"
+            version, together = await pinned_version(self._store, deployment.model, arm.version, field=field)
+            version.executor(deployment.executor, field=field)  # raises for one that does not serve it
+            arms.append(replace(arm, version_digest=version.digest))
             conditions += together.conditions
             operations = list(together.operations)
         digests = [arm.version_digest for arm in arms]

@@ -18,7 +18,9 @@ _MOST_TENANTS: Final = 1024  # most tenants before those that were not ahead are
 
 
 class TenantTurns:
-    """Single writer: a batcher, or while no leader answers a gateway, whose rows cost the same."""
+    """Single writer: a batcher, or a gateway: its batches cost the same, and so do its rows while no leader
+    answers.
+    """
 
     def __init__(self) -> None:
         self._seen_s: dict[str, float] = {}  # last row of each tenant, the oldest first

@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 
 from services.core.errors import StoreUnavailable
+from services.core.fixed_cost.turns import TenantTurns
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.records import (
@@ -111,7 +112,7 @@ class BatchOwner:
         self._serves_others = serves_others
         self._busy_until_s = -math.inf
         self._turns: dict[tuple[str, str], _Turn] = {}
-        self._last_turn_s: dict[str, float] = {}
+        self._order = TenantTurns()
         self._not_before_s: dict[tuple[str, str], float] = {}
         self._left_stalled_s: dict[tuple[str, str], float] = {}
         self._closed = False
@@ -166,7 +167,7 @@ class BatchOwner:
         room = self._limits.max_batches - len(self._turns)
         counts = Counter(batch.tenant for batch in running)
         stalled_s = self._left_stalled_s
-        for batch in next_batches(waiting, counts, self._last_turn_s, room, stalled_s, self._ending()):
+        for batch in next_batches(waiting, counts, self._order, room, stalled_s, self._ending()):
             await self._begin(batch)
         self._end_turns()
 
@@ -239,7 +240,7 @@ class BatchOwner:
         log.info("batch.claimed", batch_id=batch.batch_id, tenant=batch.tenant, line=held.record.next_line)
         now_s, name = self._clock.monotonic_s(), (batch.tenant, batch.batch_id)
         if not batch.ends:
-            self._last_turn_s[batch.tenant] = now_s
+            self._order.started({batch.tenant: 1.0})
         execution = BatchExecution(held, self._ports, self._share)
         task = self._supervisor.spawn(f"batch {batch.batch_id}", self._run(name, held, execution))
         self._turns[name] = _Turn(name, held, execution, now_s, task)

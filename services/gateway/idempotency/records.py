@@ -12,7 +12,7 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from services.core.errors import ConcurrencyExceeded, FairwayError, StoreUnavailable
-from services.core.shares import share_of
+from services.core.limits import share_of
 from services.gateway.events import Delivered, RequestSink
 from services.gateway.idempotency.followers import RecordFollower, copy_of
 from services.gateway.idempotency.ownership import Launch, RecordOwnership, write_ending

@@ -1,10 +1,10 @@
 """Which batch a gateway runs next, and how many of its lines at once. Pure.
 
-Tenants take turns: at most one batch of each runs in the fleet, and the tenant whose turn is longest ago
-comes first. A batch that had its turn yields to a waiting tenant when no gateway has room for it. A batch
-whose lines are only refused is stalled: it does not count as running, keeps a place that nobody needs, and is
-the first to yield one. What the lines then receive of the workers is decided by the scheduler, as for all
-requests of the lowest class.
+Tenants take turns (``TenantTurns``, where batches cost the same): at most one batch of each runs in the
+fleet, and of tenants that are due at once the one with the older batch comes first. A batch that had its turn
+yields to a waiting tenant when no gateway has room for it. A batch whose lines are only refused is stalled:
+it does not count as running, keeps a place that nobody needs, and is the first to yield one. What the lines
+then receive of the workers is decided by the scheduler, as for all requests of the lowest class.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from services.core.errors import (
     RequestCancelled,
     Unavailable,
 )
+from services.core.fixed_cost.turns import TenantTurns
 from services.core.records import Tenant
 
 # A turn while other tenants wait.
@@ -54,15 +55,15 @@ class UnfinishedBatch:
 def next_batches(
     waiting: Sequence[UnfinishedBatch],
     running: Mapping[str, int],
-    last_turn_s: Mapping[str, float],
+    turns: TenantTurns,
     room: int,
     left_stalled_s: Mapping[tuple[str, str], float] = MappingProxyType({}),
     ending: Collection[str] = (),
 ) -> tuple[UnfinishedBatch, ...]:
     """Return what a gateway with room for so many batches claims, in order.
 
-    ``running``: batches of each tenant that run anywhere; ``last_turn_s``: when a tenant's last turn began
-    here; ``left_stalled_s``: when a batch, by tenant and id, left its place here because it was stalled. Of
+    ``running``: batches of each tenant that run anywhere; ``turns``: those that began here;
+    ``left_stalled_s``: when a batch, by tenant and id, left its place here because it was stalled. Of
     each tenant the oldest batch is chosen, of those that left the first one after all others. A batch that
     ends waits for no turn, since its lines do not run: one of each tenant, unless it has one in ``ending``
     here, in half of the room.
@@ -82,12 +83,11 @@ def next_batches(
             ends.setdefault(batch.tenant, batch)
         if not batch.ends and not running.get(batch.tenant):
             oldest.setdefault(batch.tenant, batch)
-    turns = sorted(
-        oldest.values(),
-        key=lambda one: (last_turn_s.get(one.tenant, -math.inf), one.create_unix_s, one.batch_id),
+    due = sorted(
+        oldest.values(), key=lambda one: (turns.begin_s(one.tenant), one.create_unix_s, one.batch_id)
     )
     first = list(ends.values())[: (room + 1) // 2] if room > 0 else []
-    return tuple((first + turns)[: max(0, room)])
+    return tuple((first + due)[: max(0, room)])
 
 
 def not_oldest(running: Iterable[UnfinishedBatch]) -> frozenset[str]:

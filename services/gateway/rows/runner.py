@@ -37,12 +37,11 @@ from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
 from services.core.generation import NotAdmittedReason
+from services.core.limits import share_of
 from services.core.records import Priority
-from services.core.shares import share_of
-from services.gateway.policy.queue_wait import NewRows, late_answer_s
 from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.leases import RISE_S, GatewayLeases, SlotDemands, SlotsHere
-from services.gateway.rows.row_queue import QueuedRow, RowQueue, order_of
+from services.gateway.rows.row_queue import NewRows, QueuedRow, RowQueue, late_answer_s, order_of
 from services.ports.clock import Clock
 from services.ports.rows import SlotClient
 from services.ports.worker import RowClient, RunningRow

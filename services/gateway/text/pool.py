@@ -28,9 +28,8 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.generation import Constraint
-from services.core.shares import share_of
-from services.gateway.policy.text_turns import Strikes
-from services.gateway.text.child import Cause, ProcessEnded, TextLimits, TextProcess, own
+from services.core.limits import share_of
+from services.gateway.text.child import Cause, ProcessEnded, Strikes, TextLimits, TextProcess, own
 from services.gateway.text.messages import (
     Answer,
     CheckConstraint,

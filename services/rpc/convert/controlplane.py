@@ -91,7 +91,6 @@ DEPLOYMENT: Final = Mirror(
         "meta": META,
         "version_digest": Pair("version_digest", unread=True),
         "priority": PRIORITY,
-        "executor": Pair("executor", zero=True),
         "price": Mirror(Price, pb.Price).one("price", unset=True),
     },
 )
@@ -139,7 +138,7 @@ _VERSION: Final = Mirror(
     VersionRecord,
     pb.ModelVersion,
     {"digest": Pair("version_digest"), "create_unix_s": Pair("create_time", timestamp, seconds_of)},
-    apart=("computation", "base_model", "base_digest"),
+    apart=("computation", "engine_problems", "base_model", "base_digest"),
 )
 _TAG: Final = Mirror(Tag, pb.ModelTag, {"digest": Pair("version_digest")})
 _WORKER: Final = Mirror(

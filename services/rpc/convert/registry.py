@@ -24,7 +24,7 @@ _VERSION: Final = Mirror(
     VersionRecord,
     registry_pb2.Version,
     {"create_unix_s": Pair("create_time", timestamp, lambda moment: moment.ToMicroseconds() / 1_000_000)},
-    apart=("computation", "base_model", "base_digest"),
+    apart=("computation", "engine_problems", "base_model", "base_digest"),
 )
 record_from_proto: Final = _VERSION.from_proto
 
@@ -34,4 +34,4 @@ def version_to_proto(
 ) -> registry_pb2.Version:
     """Return a version; without a manifest its field stays unset, as in lists."""
     found = None if manifest is None else manifest_to_proto(manifest)
-    return _VERSION.to_proto(record, manifest=found, tags=tags)
+    return _VERSION.to_proto(record, manifest=found, tags=tags, servable_by=record.servable_by)

@@ -13,9 +13,9 @@ from typing import Final
 
 from services.core.errors import QueueFull, ShareExceeded
 from services.core.generation import PlaceSpec
+from services.core.limits import share_of
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.core.records import Priority
-from services.core.shares import share_of
 from services.scheduler.policy.overload.rates import MAX_WAIT_S, MIN_WAIT_S, DrainRate
 from services.scheduler.policy.placement.candidate import RoomSummary
 from services.scheduler.policy.placement.shared_prefix import shareable_blocks

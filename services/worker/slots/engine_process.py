@@ -15,17 +15,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol, cast
 
 import msgspec
 import structlog
 
+from fairway.engines.environment import engine_variables, interpreter_of
 from fairway.task_group import TaskGroup
-from services.core.errors import FailedPrecondition
+from services.core.errors import EngineNotInstalled, FailedPrecondition
 from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.runtime.process.child import is_stopped, wait_end
 from services.runtime.process.folders import temporary_folder
+from services.runtime.process.shared_memory import sweep
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
@@ -248,13 +251,23 @@ class EngineLauncher(Protocol):
 
 
 def process_launcher(
-    clock: Clock, supervisor: Supervisor, timeouts: EngineTimeouts, env: Mapping[str, str] | None = None
+    clock: Clock,
+    supervisor: Supervisor,
+    timeouts: EngineTimeouts,
+    env: Mapping[str, str] | None = None,
+    vllm_dir: Path | None = None,
 ) -> EngineLauncher:
     """Return the launcher of engine processes. ``env`` None: the agent's own environment."""
 
     def launch(config: EngineConfig, events: EngineEvents) -> RunningEngine:
         return EngineProcess(
-            config, events=events, clock=clock, supervisor=supervisor, timeouts=timeouts, env=env
+            config,
+            events=events,
+            clock=clock,
+            supervisor=supervisor,
+            timeouts=timeouts,
+            env=env,
+            vllm_dir=vllm_dir,
         )
 
     return launch
@@ -273,6 +286,7 @@ class EngineProcess:
         timeouts: EngineTimeouts | None = None,
         env: Mapping[str, str] | None = None,
         command: tuple[str, ...] = (),
+        vllm_dir: Path | None = None,
     ) -> None:
         """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment. Without
         ``command``: the module of the executor."""
@@ -282,6 +296,7 @@ class EngineProcess:
         self._supervisor = supervisor
         self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
         self._env = env
+        self._vllm_dir = vllm_dir  # the environment of the executor "vllm"
         self._command = command or (BATCHER_MODULE if config.executor == "rows" else ENGINE_MODULE)
         self._link = EngineLink(self._on_event, self.kill)
         self._process: subprocess.Popen[bytes] | None = None
@@ -293,6 +308,7 @@ class EngineProcess:
         self._fault = ""
         self._started_s = self._last_message_s = clock.monotonic_s()
         self._exited = asyncio.Event()
+        self._born_unix_s = clock.unix_s()
 
     @property
     def pid(self) -> int:
@@ -379,14 +395,22 @@ class EngineProcess:
         """
         page = os.path.join(os.path.dirname(socket_path), _PAGE)
         config = msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)
+        python, env = sys.executable, self._env
+        if self._config.executor == "vllm":
+            found = interpreter_of(self._vllm_dir)
+            if found is None:
+                raise EngineNotInstalled(
+                    f"vLLM is not installed in {self._vllm_dir}: run `fairway engines install vllm`"
+                )
+            python, env = str(found), engine_variables(env)
         with log_pipe.write_end() as stderr:
             return subprocess.Popen(
-                [sys.executable, *self._command, "--config", msgspec.json.encode(config)],
+                [python, *self._command, "--config", msgspec.json.encode(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
-                env=None if self._env is None else dict(self._env),
+                env=None if env is None else dict(env),
             )
 
     # --- watching -------------------------------------------------------------------------------
@@ -415,6 +439,8 @@ class EngineProcess:
                     process.wait(timeout=1.0)
             if self._link.transport is not None:
                 self._link.transport.abort()
+            if self._config.executor == "vllm":
+                await asyncio.to_thread(sweep, self._born_unix_s)
             self._exited.set()
         exit_ = self._exit_of(code)
         crashed = {}

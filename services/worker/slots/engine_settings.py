@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -11,10 +12,12 @@ from msgspec import structs
 from services.worker.engine_protocol import EngineConfig
 from services.worker.slots.engine_process import EngineTimeouts
 
-Executor = Literal["torch", "null", "rows"]
+Executor = Literal["torch", "null", "rows", "vllm"]
 
 # Time in which gateways observe an update and place the requests accepted before it.
 RETIRE_MARGIN_S: Final = 5.0
+
+_EXECUTORS: Final[Mapping[str, Executor]] = {"null": "null", "vllm": "vllm"}
 
 Speculation = Literal["off", "prompt_lookup", "draft"]
 
@@ -22,6 +25,11 @@ Speculation = Literal["off", "prompt_lookup", "draft"]
 def speculation_of(wished: Speculation, draft: Path | None) -> Speculation:
     """Return the engine's speculation mode: without a draft, "draft" becomes prompt lookup."""
     return "prompt_lookup" if wished == "draft" and draft is None else wished
+
+
+def executor_of(assigned: str) -> Executor:
+    """Return the executor of an assignment's engine; a name that a newer control plane wrote is "torch"."""
+    return _EXECUTORS.get(assigned, "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +80,9 @@ class EngineSettings:
         settings = EngineConfig(
             socket_path="", model_dir=str(folder), executor=executor, memory_bytes=memory_bytes, **shared
         )
+        proposes = executor != "vllm"  # vLLM's workers verify nothing
         return structs.replace(
             settings,
-            speculation=speculation_of(self.speculation, draft),
+            speculation=speculation_of(self.speculation, draft) if proposes else "off",
             draft_model_dir="" if draft is None else str(draft),
         )

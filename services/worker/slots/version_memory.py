@@ -55,7 +55,7 @@ class VersionMemory:
     def spare_bytes(self) -> int:
         """The part of its granted KV that its running engine does not need."""
         grant, engine = self.granted, self._engine
-        if grant is None or engine is None:
+        if grant is None or engine is None or self._stays:
             return 0
         return max(0, grant.kv_bytes - self._kv_bytes(-(-engine.max_model_len // engine.block_size)))
 
@@ -101,7 +101,7 @@ class VersionMemory:
             working_bytes=engine.working_bytes,
             kv_bytes=engine.kv_blocks_total * engine.kv_bytes_per_block,
         )
-        self._engine = engine
+        self._engine, self._stays = engine, "resize" not in engine.capabilities
 
     def adapt(self, adapter_bytes: int) -> None:
         """Grant so many bytes to the adapters of the running engine together. Raises DoesNotFit."""

@@ -16,7 +16,7 @@ from services.worker.batcher.driver import Batcher
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.engine_process import Crashed, EngineExit
-from services.worker.slots.engine_settings import EngineSettings, Executor
+from services.worker.slots.engine_settings import EngineSettings, executor_of
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
     ALONE,
@@ -43,6 +43,7 @@ _LOADING_STEPS: Final = {
     "weights": "loading weights",
     "profile": "measuring memory",
     "warm_up": "warming up",
+    "canary": "trying what it promises",
 }
 
 
@@ -255,19 +256,23 @@ class VersionSlot:
         if shares:  # a null engine computes nothing that an adapter could change
             self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
-        engine = self._context.engines.claim(computation, self.engine)
+        engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
         self.engine = engine
         if engine.enter(self):
             with engine.starts(self):
                 await engine.start(await self._config(folder), vocabulary)
+
+    def _name_of(self, computation: str) -> str:
+        """Return the name of its engine: versions of one executor, model of weights and computation share."""
+        return f"{self.version.executor} {computation}"
 
     @property
     def _bytes_per_value(self) -> int:
         return 4 if self._context.settings.dtype == "float32" else 2
 
     async def _start_batcher(self, folder: Path) -> None:
-        if self.version.executor == "null":
-            raise FailedPrecondition("a fixed-cost version needs its weights: it has no null executor")
+        if self.version.executor in ("null", "vllm"):
+            raise FailedPrecondition(f"a fixed-cost version has no executor {self.version.executor}")
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
@@ -293,14 +298,15 @@ class VersionSlot:
         draft: Path | None = None
         if self.version.executor != "null":  # a null engine allocates nothing
             weights = await self.files.weight_bytes(folder, self._bytes_per_value)
-            if settings.speculation == "draft":
+            if settings.speculation == "draft" and self.version.executor != "vllm":
                 draft = await asyncio.to_thread(draft_of, folder)
             if draft is not None:
                 weights += await self.files.weight_bytes(draft, self._bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # other loads may wait for this grant
-        executor: Executor = "null" if self.version.executor == "null" else "torch"
-        config = settings.config(folder, executor, memory_bytes=memory_bytes, draft=draft)
+        config = settings.config(
+            folder, executor_of(self.version.executor), memory_bytes=memory_bytes, draft=draft
+        )
         config = structs.replace(config, itl_target_s=self.itl_target_s)
         return await self.files.limited(config, folder)
 

@@ -16,7 +16,7 @@ from services.adapters.links.leader_streams import StreamPlacementLinks
 from services.adapters.links.muxed_placement import MuxedPlacement
 from services.adapters.links.muxed_workers import MuxedWorkers
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import StoreQuarantine
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
 from services.controlplane.objectives.store import SliStore
 from services.core.arms import SliReceipt, SliReport

@@ -106,3 +106,21 @@ async def test_a_page_of_deployments_plans_the_fleet_once(plane: Plane) -> None:
     elapsed_s = time.process_time() - began_s
     assert len(listed.deployments) == 240  # type: ignore[attr-defined]
     assert elapsed_s < 3, "a plan per deployment keeps the control plane from renewing its lease"
+
+
+async def test_an_executor_that_does_not_serve_the_version_is_refused_with_the_one_that_does(
+    plane: Plane,
+) -> None:
+    key = version_key("tiny", OTHER)
+    problems = {"torch": "architectures: ['Gemma2ForCausalLM'] is not supported by the engine", "vllm": ""}
+    await plane.put(key, VersionRecord("tiny", OTHER, 1, 0.0, engine_problems=problems))
+    assert (await plane.deployment("picked", OTHER)).executor == "vllm"
+    assert (await plane.deployment("named", OTHER, executor="vllm")).executor == "vllm"
+    with pytest.raises(InvalidInput, match=r"Gemma2ForCausalLM.*; use executor: vllm"):
+        await plane.deployment("own", OTHER, executor="torch")
+    fixed = {"torch": "", "vllm": "vLLM serves no fixed-cost model: the batcher does"}
+    await plane.put(key, VersionRecord("tiny", OTHER, 1, 0.0, engine_problems=fixed))
+    with pytest.raises(InvalidInput, match=r"no fixed-cost model.*; use executor: torch"):
+        await plane.deployment("rows", OTHER, executor="vllm")
+    assert (await plane.deployment("rows", OTHER)).executor == "torch"
+    assert (await plane.deployment("unchecked", DIGEST, executor="vllm")).executor == "vllm"

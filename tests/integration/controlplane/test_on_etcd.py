@@ -16,7 +16,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import StoreQuarantine
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.accounts import Sealer
 from services.controlplane.resources.budgets import Budgets

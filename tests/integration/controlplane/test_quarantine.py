@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.quarantine.store import StoreQuarantine
+from services.adapters.quarantine import StoreQuarantine
 from services.controlplane.event_log import EventRecorder, event_of
 from services.core.errors import Conflict, InvalidInput, NotFound
 from services.core.records import EVENTS, QUARANTINE, load, quarantine_key

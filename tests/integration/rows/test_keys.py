@@ -13,8 +13,7 @@ import pytest
 
 from fairway.inference import v2_pb2
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.record_cipher import RecordCipher
+from services.adapters.record_cipher import EncryptedRecords, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors

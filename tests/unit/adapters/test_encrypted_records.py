@@ -10,8 +10,7 @@ from secrets import token_bytes
 import pytest
 from structlog.testing import capture_logs
 
-from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.record_cipher import OVERHEAD_BYTES, RecordCipher
+from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords, RecordCipher
 from services.core.errors import IntegrityError, StoreUnavailable
 from services.core.generation import Usage
 from services.ports.idempotency import (

@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from fairway.engines.environment import FOLDER_VARIABLE as VLLM_DIR
 from services.app.process import ROLES
 from services.runtime import config
 
@@ -35,7 +36,7 @@ def seconds(text: str) -> float:
 
 def test_every_role_is_there_twice_but_the_registry() -> None:
     counted = {role: [SERVICES[name]["command"][4] for name in ROLE_NAMES].count(role) for role in ROLES}
-    assert counted == {"registry": 1, "controlplane": 2, "scheduler": 2, "worker": 4, "gateway": 2}
+    assert counted == {"registry": 1, "controlplane": 2, "scheduler": 2, "worker": 5, "gateway": 2}
 
 
 @pytest.mark.parametrize("name", ROLE_NAMES)
@@ -167,3 +168,17 @@ def test_spans_find_their_way_to_the_store() -> None:
     assert collector["exporters"]["otlp"]["endpoint"].partition(":")[0] in SERVICES
     for source in yaml.safe_load((COMPOSE / "grafana/datasources/fairway.yml").read_text())["datasources"]:
         assert source["url"].removeprefix("http://").partition(":")[0] in SERVICES
+
+
+def test_the_worker_of_the_profile_vllm_has_an_image_with_its_environment() -> None:
+    worker = SERVICES["worker-vllm"]
+    assert worker["profiles"] == ["vllm"]
+    assert worker["build"]["target"] == "vllm"
+    targets = {each["build"].get("target") for each in SERVICES.values() if "build" in each}
+    assert targets == {None, "vllm"}
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", dockerfile, re.MULTILINE)
+    assert ("fairway", "vllm") in stages
+    assert stages[-1] == ("fairway", ""), "without a target the image has no vLLM"
+    (installed,) = re.findall(r"engines install vllm .* --dir (\S+)", dockerfile)
+    assert f"ENV {VLLM_DIR}={installed}" in dockerfile

@@ -11,7 +11,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from services.adapters.blobs.observed import ObservedBlobs
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.controlplane.telemetry import MAX_NAMES, AlertTelemetry
 from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from fairway.v1 import inference_pb2
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.core.arms import GateWindow
 from services.core.errors import FailedPrecondition, QueueTimeout
 from services.core.generation import (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import structlog
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import ModelConfig, parse_config
@@ -26,6 +27,7 @@ from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Adapters, Batch, Executor, Inline, PrefillChunk
 from services.worker.engine.execute.null_executor import NullAdapters, NullExecutor
+from services.worker.engine.load.canary import is_exact
 from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.plan.block_manager import BlockManager
@@ -36,7 +38,7 @@ from services.worker.engine.sequence import MAX_LOGPROBS, ModelLimits, SequenceS
 from services.worker.engine.speculation.draft_model import DraftModel
 from services.worker.engine.speculation.speculator import PromptLookup, Proposer, Speculator
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig, TooLittleMemory
-from services.worker.engine_protocol import EngineConfig, Ready, Submit
+from services.worker.engine_protocol import Capability, EngineConfig, Ready, Submit
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.policy.speculation import SpeculationPolicy
 from services.worker.step_page import StepPage
@@ -50,6 +52,9 @@ WARM_UP_TOKENS: Final = 32
 MAX_KV_BLOCKS: Final = 1 << 24
 MAX_PROPOSALS: Final = 64
 GRAMMAR_NICENESS: Final = 10
+CANARY_BUDGET: Final = 64  # tokens of a step, so that the canary's prompts are cut
+
+log = structlog.get_logger()
 
 Report = Callable[[str, float], None]  # phase, done 0..1
 MIB: Final = 1 << 20
@@ -171,19 +176,23 @@ def load(
         raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
     if config.draft_model_dir and config.executor == "null":
         raise BadEngineConfig("a null engine has no draft")
-    executor: Executor
-    adapters: Adapters | None
-    draft: DraftModel | None
-    if config.executor == "null":
-        (executor, ready, stop_ids), draft, adapters = _load_null(config), None, NullAdapters()
-    else:
-        executor, ready, stop_ids, draft = _load_measured(config, report)
-        adapters = executor.adapters
+    if config.draft_model_dir and config.executor == "vllm":
+        raise BadEngineConfig("vLLM's workers verify no draft")
+    if config.executor != "vllm" and max(config.tensor_parallel, config.pipeline_parallel) > 1:
+        raise BadEngineConfig(
+            "only vLLM's workers share a model: tensor_parallel and pipeline_parallel are its own"
+        )
+    executor, ready, stop_ids, draft, adapters = _loaded(config, report)
     if around is not None:
         executor = around(executor)
     report("warm_up", 0.0)
     full_step_s = _warm_up(_engine(executor, ready, limits, stop_ids), config.token_budget)
     report("warm_up", 1.0)
+    report("canary", 0.0)
+    budget_tokens = min(CANARY_BUDGET, limits.token_budget)
+    cutting = PlannerLimits(budget_tokens, min(limits.max_sequences, budget_tokens))
+    promised = _promised(config, lambda: _engine(executor, ready, cutting, stop_ids), ready)
+    report("canary", 1.0)
     budget = _budget(config, full_step_s)
     cache = _prefix_cache(config, ready)
     speculation = _speculation(config, draft)
@@ -192,7 +201,42 @@ def load(
     engine = _engine(
         executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints, adapters
     )
-    return engine, msgspec.structs.replace(ready, full_step_s=full_step_s)
+    return engine, msgspec.structs.replace(ready, full_step_s=full_step_s, capabilities=promised)
+
+
+def _loaded(
+    config: EngineConfig, report: Report
+) -> tuple[Executor, Ready, frozenset[int], DraftModel | None, Adapters | None]:
+    match config.executor:
+        case "null":
+            return (*_load_null(config), None, NullAdapters())
+        case "vllm":
+            return (*_load_vllm(config, report), None, None)
+        case _:
+            executor, ready, stop_ids, draft = _load_measured(config, report)
+            return executor, ready, stop_ids, draft, executor.adapters
+
+
+def _load_vllm(config: EngineConfig, report: Report) -> tuple[Executor, Ready, frozenset[int]]:
+    report("import", 0.0)
+    from services.worker.engines.vllm.loading import load_vllm
+
+    report("import", 1.0)
+    return load_vllm(config, report)
+
+
+def _promised(config: EngineConfig, fresh: Callable[[], Engine], ready: Ready) -> frozenset[Capability]:
+    """Return what the engine may promise: exactness is claimed by the configuration and shown by a canary."""
+    promised: set[Capability] = set() if config.executor == "vllm" else {"resize"}
+    on_cpu = config.device.partition(":")[0] == "cpu"
+    claims = config.mode == "exact" or (config.mode == "auto" and on_cpu)
+    if config.executor == "vllm":
+        claims = claims and on_cpu and config.dtype == "float32"
+    if config.executor == "null" or (claims and is_exact(fresh, ready.vocab_size)):
+        promised.add("exact")
+    elif claims:
+        log.warning("canary.not_exact", executor=config.executor, dtype=config.dtype)
+    return frozenset(promised)
 
 
 def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
@@ -339,9 +383,12 @@ def _blocks(ready: Ready) -> BlockManager:
 def _prefix_cache(config: EngineConfig, ready: Ready) -> PrefixCache | None:
     if not config.prefix_cache or PREFIX_BLOCK_TOKENS % ready.block_size:
         return None
-    if config.executor != "torch":
+    if config.executor == "null":
         return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio))
-    model = _model_of(config)
+    try:
+        model = _model_of(config)
+    except UnsupportedModel:  # a family of another engine, whose attention is taken to cost as usual
+        return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio))
     if model.rope.depends_on_length:
         return None  # the KV of a prefix is not that of the same prefix of a longer prompt
     return PrefixCache(_blocks(ready), EvictionLimits(config.cache_domain_ratio, model.attention_half_tokens))

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.quotas.telemetry import LimiterTelemetry
+from services.adapters.quotas.gateway_limiter import GatewayLimiter, LimiterTelemetry
 from services.adapters.redis.limiter import RedisLimiter
 from services.core.errors import ConcurrencyExceeded, TokenRateExceeded, Unavailable
 from services.core.generation import Usage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.controlplane.policy.spend_alerts import spend_alerts
+from services.controlplane.spend_alerts import spend_alerts
 from services.core.records import Budget, BudgetAlert, Meta
 
 NOVEMBER = 1_795_600_800.0  # 2026-11-25

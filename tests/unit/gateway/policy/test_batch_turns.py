@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 
 from services.core import errors
+from services.core.fixed_cost.turns import TenantTurns
 from services.core.records import Meta, Tenant
 from services.gateway.policy.batch_turns import (
     MAX_CRASHES,
@@ -35,39 +38,60 @@ def names(found: tuple[UnfinishedBatch, ...]) -> list[str]:
 
 
 def test_of_each_tenant_the_oldest_batch_comes_and_tenants_before_second_batches() -> None:
-    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, {}, 10)) == ["a1", "b1"]
+    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, TenantTurns(), 10)) == ["a1", "b1"]
 
 
 def test_a_tenant_that_runs_a_batch_anywhere_waits() -> None:
-    assert names(next_batches(waiting("a1", "b1"), {"a": 1}, {}, 10)) == ["b1"]
+    assert names(next_batches(waiting("a1", "b1"), {"a": 1}, TenantTurns(), 10)) == ["b1"]
 
 
-def test_the_longest_wait_since_a_turn_comes_first() -> None:
-    found = next_batches(waiting("a1", "b1", "c1"), {}, {"a": 50.0, "b": 20.0}, 2)
-    assert names(found) == ["c1", "b1"]
+def test_the_tenant_with_the_fewest_turns_comes_first() -> None:
+    turns = TenantTurns()
+    for tenant in ("a", "b", "a"):
+        turns.started({tenant: 1.0})
+    assert names(next_batches(waiting("a1", "b1", "c1"), {}, turns, 3)) == ["b1", "c1", "a1"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tenant_waits_for_two_turns_of_each_other_at_most(seed: int) -> None:
+    """Tenants come and go; a batch that is older is ahead of one of another tenant by one turn only."""
+    rng, turns = Random(seed), TenantTurns()
+    created = {name: rng.random() for name in "abcdef"}
+    since: dict[str, Counter[str]] = {}  # turns of others while a tenant waits
+    for _ in range(300):
+        for name in rng.sample("abcdef", 2):
+            if since.pop(name, None) is None:
+                since[name] = Counter()
+        batches = [UnfinishedBatch(name, f"{name}1", created[name]) for name in since]
+        for chosen in next_batches(batches, {}, turns, 1):
+            turns.started({chosen.tenant: 1.0})
+            for name, others in since.items():
+                others[chosen.tenant] += name != chosen.tenant
+            since[chosen.tenant] = Counter()
+        assert all(count <= 2 for others in since.values() for count in others.values())
 
 
 def test_nothing_is_claimed_without_room() -> None:
-    assert next_batches(waiting("a1"), {}, {}, 0) == ()
+    assert next_batches(waiting("a1"), {}, TenantTurns(), 0) == ()
 
 
 def test_a_batch_that_left_stalled_comes_after_the_others_of_its_tenant_alone() -> None:
     left = {("a", "a1"): 10.0, ("a", "a2"): 5.0}
-    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, {}, 10, left)) == ["b1", "a3"]
-    assert names(next_batches(waiting("a1", "a2"), {}, {}, 10, left)) == ["a2"]
+    assert names(next_batches(waiting("a1", "a2", "b1", "a3"), {}, TenantTurns(), 10, left)) == ["b1", "a3"]
+    assert names(next_batches(waiting("a1", "a2"), {}, TenantTurns(), 10, left)) == ["a2"]
 
 
 def test_batches_that_end_leave_half_of_the_room_and_take_one_place_of_each_tenant() -> None:
     ends = [UnfinishedBatch(name[0], name, 0.0, ends=True) for name in ("a1", "a2", "b1", "c1", "d1")]
-    found = next_batches([*ends, *waiting("e1", "f1")], {}, {}, 4)
+    found = next_batches([*ends, *waiting("e1", "f1")], {}, TenantTurns(), 4)
     assert names(found) == ["a1", "b1", "e1", "f1"]
-    assert names(next_batches(ends, {}, {}, 8, ending={"a"})) == ["b1", "c1", "d1"]
+    assert names(next_batches(ends, {}, TenantTurns(), 8, ending={"a"})) == ["b1", "c1", "d1"]
 
 
 def test_a_batch_that_ends_waits_for_no_turn() -> None:
     ends = UnfinishedBatch("a", "a2", 9.0, ends=True)
-    assert names(next_batches([*waiting("a1", "b1"), ends], {"a": 1}, {}, 10)) == ["a2", "b1"]
-    assert names(next_batches([*waiting("b1"), ends], {}, {}, 1)) == ["a2"]
+    assert names(next_batches([*waiting("a1", "b1"), ends], {"a": 1}, TenantTurns(), 10)) == ["a2", "b1"]
+    assert names(next_batches([*waiting("b1"), ends], {}, TenantTurns(), 1)) == ["a2"]
 
 
 def test_of_two_that_run_the_newer_one_yields() -> None:
@@ -113,10 +137,10 @@ def test_a_stalled_turn_ends_first_and_then_the_longest() -> None:
 def test_two_tenants_alternate_on_one_place() -> None:
     """With room for one batch, the tenant that had the last turn waits for the other."""
     turns: list[str] = []
-    last: dict[str, float] = {}
-    for round_ in range(6):
-        (chosen,) = next_batches(waiting("a1", "a2", "b1"), {}, last, 1)
-        last[chosen.tenant] = float(round_)
+    order = TenantTurns()
+    for _ in range(6):
+        (chosen,) = next_batches(waiting("a1", "a2", "b1"), {}, order, 1)
+        order.started({chosen.tenant: 1.0})
         turns.append(chosen.tenant)
     assert turns == ["a", "b", "a", "b", "a", "b"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fairway.v1 import inference_pb2
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.core.errors import (
     ConcurrencyExceeded,
     FairwayError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from services.adapters.memory.quarantine import MemoryQuarantine
+from services.adapters.quarantine import MemoryQuarantine
 from services.core import errors
 from services.core.generation import (
     AnyGrant,

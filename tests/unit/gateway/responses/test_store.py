@@ -7,8 +7,7 @@ from secrets import token_bytes
 
 import pytest
 
-from services.adapters.encrypted_records import EncryptedRecords
-from services.adapters.record_cipher import RecordCipher
+from services.adapters.record_cipher import EncryptedRecords, RecordCipher
 from services.core.errors import InvalidInput, OverQuota, ResultExpired
 from services.gateway.responses.store import (
     MAX_BEGIN_BYTES,

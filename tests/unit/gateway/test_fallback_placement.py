@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from services.core.fleet import PoolMember
 from services.core.generation import NotAdmittedReason
-from services.gateway.fallback import CLOSED_S, GUESS_S, MAX_DENIED, FallbackSettings, GatewayFallback
-from services.gateway.policy.fallback_placement import Need, Placed, choose_by_snapshot, may_take, takes
+from services.gateway.fallback import (
+    CLOSED_S,
+    GUESS_S,
+    MAX_DENIED,
+    FallbackSettings,
+    GatewayFallback,
+    Need,
+    Placed,
+    choose_by_snapshot,
+    may_take,
+    takes,
+)
 from tests.support.place_specs import PLACE_SPEC
 
 SETTINGS = FallbackSettings(after_s=1.5, max_age_s=60.0, predicted_output_tokens=32)

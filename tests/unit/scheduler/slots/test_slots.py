@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.policy.slots import SlotClaim, divide, level
+from services.scheduler.slots.pool import SlotClaim, divide, level
 
 CLAIMS = st.lists(
     st.builds(

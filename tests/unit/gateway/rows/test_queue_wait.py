@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.core.records import Priority
-from services.gateway.policy.queue_wait import (
+from services.gateway.rows.row_queue import (
     MARGIN_RATIO,
     MEMORY_S,
     EndRate,

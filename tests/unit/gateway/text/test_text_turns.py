@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.policy.text_turns import CALM_S, FIRST_S, MAX_TENANTS, MOST_S, Strikes
+from services.gateway.text.child import CALM_S, FIRST_S, MAX_TENANTS, MOST_S, Strikes
 
 
 def struck(strikes: Strikes, tenant: str, times: int, now_s: float = 0.0) -> None:

@@ -1,0 +1,1 @@
+"""Engines that live in environments of their own, beside Fairway's."""

@@ -1,0 +1,72 @@
+"""Where an engine's environment is, and how a process starts in it.
+
+The marker is written last, so an interrupted installation is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+MARKER: Final = "fairway-engine.json"
+ROOT: Final = Path(__file__).resolve().parents[2]  # the folder that has the product's packages
+PINS: Final = Path(__file__).parent
+FOLDER_VARIABLE: Final = "FAIRWAY_VLLM_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What the marker of an environment says."""
+
+    engine: str
+    version: str
+    device: str  # "cpu" or "cuda"
+    pins: str  # sha256 of the file of pins
+
+
+def default_folder(engine: str, state_dir: Path, environ: Mapping[str, str] | None = None) -> Path:
+    """Return the folder of an engine's environment in the user's data folder (XDG base directories).
+
+    It is below ``state_dir`` for a user without a home.
+    """
+    found = os.environ if environ is None else environ
+    named = found.get("XDG_DATA_HOME", "")
+    try:
+        data = Path(named) if named.startswith("/") else Path.home() / ".local" / "share"
+    except RuntimeError:  # no HOME, and the user is not in the passwd file
+        return state_dir.absolute() / "engines" / engine
+    return data / "fairway" / "engines" / engine
+
+
+def installed_in(folder: Path) -> Installed | None:
+    """Return what is installed there whole, or None."""
+    try:
+        found = json.loads((folder / MARKER).read_bytes())
+        return Installed(**{name: str(found[name]) for name in Installed.__slots__})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def mark(folder: Path, installed: Installed) -> None:
+    """Write the marker. Raises OSError."""
+    (folder / MARKER).write_text(json.dumps(asdict(installed)) + "\n", encoding="utf-8")
+
+
+def interpreter_of(folder: Path | None) -> Path | None:
+    """Return the interpreter of a whole environment, or None."""
+    if folder is None or installed_in(folder) is None:
+        return None
+    python = folder / "bin" / "python"
+    return python if os.access(python, os.X_OK) else None
+
+
+def engine_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a process there: the product's packages, nothing else of this Python."""
+    found = os.environ if environ is None else environ
+    kept = {name: value for name, value in found.items() if not name.startswith("PYTHON")}
+    kept.pop("VIRTUAL_ENV", None)
+    return kept | {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1"}

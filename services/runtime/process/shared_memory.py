@@ -1,0 +1,64 @@
+"""Shared memory that ended processes of vLLM left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+SHARED: Final = Path("/dev/shm")
+_RANKS: Final = "vllm_dist_"  # vLLM's segments between ranks
+# Besides those of torch and those of Python's multiprocessing, which other programs make as well.
+_NAMES: Final = re.compile(_RANKS + r"\S+|torch_\d+_\S+|psm_[0-9a-f]+")
+
+
+def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path("/proc")) -> int:
+    """Remove this user's segments that are younger than ``since_unix_s`` and that no process maps.
+
+    Return how many. Where a process of this user cannot be read, which no engine's is, only segments between
+    ranks are removed. Blocks for I/O.
+    """
+    found: set[Path] = set()
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                held = path.stat(follow_symlinks=False)
+                own = held.st_uid == os.getuid() and held.st_mtime >= since_unix_s - 1.0
+                if own and _NAMES.fullmatch(path.name):
+                    found.add(path)
+    if not found:
+        return 0
+    mapped, is_whole = _mapped(processes, str(folder))
+    removed = 0
+    for path in found:
+        if str(path) not in mapped and (is_whole or path.name.startswith(_RANKS)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                removed += 1
+    return removed
+
+
+def _mapped(processes: Path, folder: str) -> tuple[set[str], bool]:
+    """Return the files below the folder that processes of this user map or hold open, and whether all could
+    be read."""
+    found: set[str] = set()
+    is_whole = True
+    for process in processes.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            if process.stat().st_uid != os.getuid():
+                continue
+            for line in (process / "maps").read_text("utf-8", "replace").splitlines():
+                if folder in line:
+                    found.add(line[line.index(folder) :])
+            for held in (process / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    found.add(os.readlink(held))
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        except OSError:
+            is_whole = False
+    return found, is_whole

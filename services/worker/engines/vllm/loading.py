@@ -1,0 +1,169 @@
+"""From the process's configuration to vLLM's workers with a pool of the size that the memory allows.
+
+vLLM's own core is left out: its scheduler, its prefix cache and its output processing have no part in a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+from msgspec import structs
+
+from services.worker.engine.execute.executor import Executor, Inline
+from services.worker.engine.execute.step_rows import Seats
+from services.worker.engine.load.config import eos_ids, read_json
+from services.worker.engine.load.loading import largest_batches, sized
+from services.worker.engine.load.memory_meter import own_bytes
+from services.worker.engine.unsupported import BadEngineConfig, LoadError
+from services.worker.engine_protocol import EngineConfig, Ready
+
+# What vLLM reads from the environment when it is imported. It sends nothing and fetches nothing.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_USE_V2_MODEL_RUNNER="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="WARNING",
+    HF_HUB_OFFLINE="1",
+    DO_NOT_TRACK="1",
+)
+
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.executor import Executor as Ranks
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
+
+LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
+RANK: Final = "services.worker.engines.vllm.rank.FairwayRank"
+
+log = structlog.get_logger()
+
+
+def load_vllm(
+    config: EngineConfig, report: Callable[[str, float], None]
+) -> tuple[Executor, Ready, frozenset[int]]:
+    """Return an executor on ranks that have the weights and a pool. Raises LoadError."""
+    config = structs.replace(config, block_size=max(LEAST_BLOCK_TOKENS, config.block_size))
+    report("weights", 0.0)
+    try:
+        vllm_config = _arguments(config).create_engine_config()
+    except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
+        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
+    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    config = structs.replace(config, block_size=block_size)
+    before = own_bytes()
+    ranks = Ranks.get_class(vllm_config)(vllm_config)
+    ranks.register_failure_callback(_end)
+    report("weights", 1.0)
+    register_all_kvcache_specs(vllm_config)
+    specs = ranks.get_kv_cache_specs()
+    block_bytes = sum(map(_block_bytes, specs))
+    weight_bytes = sum(ranks.collective_rpc("fairway_weight_bytes", args=(before,)))
+    blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes - NULL_BLOCKS
+    most = Ready(
+        kv_blocks_total=blocks,
+        block_size=block_size,
+        max_model_len=min(model.max_model_len, blocks * block_size),
+        vocab_size=model.get_vocab_size(),
+        kv_bytes_per_block=block_bytes,
+        weight_bytes=weight_bytes,
+    )
+    report("profile", 0.0)
+    largest = next(largest_batches(config, most, contexts_at_once=0))
+    rows = portable(Seats(block_size).rows(largest).sampling)
+    working = sum(ranks.collective_rpc("fairway_working_bytes", args=(largest.prefill_tokens, rows)))
+    ready = sized(config, most, working)
+    report("profile", 1.0)
+    _allocate(vllm_config, ranks, specs, ready)
+    in_process = vllm_config.parallel_config.world_size == 1
+    folder = Path(config.model_dir)
+    stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
+    return Inline(VllmRunner(ranks, block_size=block_size, in_process=in_process)), ready, stop_ids
+
+
+def _arguments(config: EngineConfig) -> EngineArgs:
+    ranks = config.tensor_parallel * config.pipeline_parallel
+    if config.mode != "free":  # where KV is split, a result depends on what else is in the step
+        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+    if config.threads:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // ranks))
+    return EngineArgs(
+        model=config.model_dir,
+        load_format="safetensors",
+        dtype=config.dtype,
+        seed=0,
+        skip_tokenizer_init=True,
+        max_model_len=config.max_model_len or None,
+        max_num_seqs=config.max_sequences,
+        max_num_batched_tokens=config.token_budget,
+        block_size=config.block_size,
+        kv_cache_memory_bytes=config.kv_memory_bytes,
+        tensor_parallel_size=config.tensor_parallel,
+        pipeline_parallel_size=config.pipeline_parallel,
+        distributed_executor_backend="mp" if ranks > 1 else "uni",
+        # What follows is our engine's part, or would change the shape of a step behind its back.
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_hybrid_kv_cache_manager=True,
+        async_scheduling=False,
+        worker_extension_cls=RANK,
+    )
+
+
+def _block_bytes(layers: dict[str, KVCacheSpec]) -> int:
+    """Return the bytes of a KV block on one rank. Raises BadEngineConfig for a state that is no KV."""
+    for spec in layers.values():
+        if not isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+            raise BadEngineConfig(
+                f"layers with a {type(spec).__name__} are not supported: a state has no blocks"
+            )
+    return sum(spec.page_size_bytes for spec in layers.values())
+
+
+def _allocate(
+    vllm_config: VllmConfig, ranks: Ranks, specs: list[dict[str, KVCacheSpec]], ready: Ready
+) -> None:
+    """Allocate the pool on every rank. Raises LoadError where it would not be that of ``ready``."""
+    blocks = ready.kv_blocks_total + NULL_BLOCKS
+    vllm_config.cache_config.num_gpu_blocks_override = blocks
+    vllm_config.model_config.max_model_len = ready.max_model_len
+    ranks.collective_rpc("update_max_model_len", args=(ready.max_model_len,))
+    layout = resolve_kv_cache_layout(
+        vllm_config,
+        ranks.get_supported_kv_cache_layouts(),
+        [spec for layers in specs for spec in layers.values()],
+    )
+    ranks.set_kv_cache_layout(layout.name)
+    pools = get_kv_cache_configs(vllm_config, specs, [blocks * _block_bytes(layers) for layers in specs])
+    for pool in pools:
+        if len(pool.kv_cache_groups) != 1 or pool.num_blocks != blocks:
+            raise LoadError(
+                f"vLLM divides the KV pool: {len(pool.kv_cache_groups)} groups, {pool.num_blocks} blocks"
+            )
+        pool.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    ranks.initialize_from_config(pools)
+    ranks.compile_or_warm_up_model()
+
+
+def _first_line(error: Exception) -> str:
+    """Return what the error says, without pydantic's heading and the links that follow."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]
+
+
+def _end() -> None:
+    """End the process, since a rank has ended: the step that waits for it would wait for seconds."""
+    from services.worker.engine.process import EngineExitCode
+
+    log.error("rank.lost")
+    os._exit(EngineExitCode.STEP_FAILED)

@@ -1,0 +1,34 @@
+"""Shared memory of ended processes is removed; that of others is not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+from services.runtime.process.shared_memory import sweep
+
+
+def test_what_no_process_maps_is_removed(tmp_path: Path) -> None:
+    began_s = time.time()
+    left = [tmp_path / name for name in ("vllm_dist_ab-tp:0-[0-1]-cpushm_0", "torch_12_3_0", "psm_0a1b")]
+    used, older, foreign = tmp_path / "psm_ffff", tmp_path / "psm_0000", tmp_path / "sem.mine"
+    for path in (*left, used, older, foreign):
+        path.write_bytes(b"x" * 4096)
+    os.utime(older, (began_s - 3600, began_s - 3600))
+    with used.open("r+b") as stream, mmap.mmap(stream.fileno(), 0):
+        own = tmp_path.parent / f"{tmp_path.name}-proc"
+        own.mkdir()
+        (own / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+        assert sweep(began_s, folder=tmp_path, processes=own) == 3
+    assert sorted(tmp_path.iterdir()) == sorted([used, older, foreign])
+
+
+def test_only_segments_of_ranks_are_removed_where_a_process_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    for name in ("psm_0a", "vllm_dist_0a-cpushm_0"):
+        (tmp_path / "shm" / name).touch()
+    (tmp_path / "proc" / "1" / "maps").mkdir(parents=True)
+    assert sweep(0.0, folder=tmp_path / "shm", processes=tmp_path / "proc") == 1
+    assert [each.name for each in (tmp_path / "shm").iterdir()] == ["psm_0a"]
