@@ -575,10 +575,8 @@ async def publish(
     reporter.update(phase="done")
     size_bytes = sum(file.size_bytes for file in hashed.files)
     sent_bytes = sum(hashed.chunks[chunk].size_bytes for chunk in uploaded)
-    by, warnings = found
-    return Published(
-        model, digest, answer.created, size_bytes, len(uploaded), sent_bytes, warnings, servable_by=by
-    )
+    known = (model, digest, answer.created, size_bytes, len(uploaded), sent_bytes)
+    return Published(*known, warnings=found[1], servable_by=found[0])
 
 
 @dataclass(frozen=True, slots=True)
