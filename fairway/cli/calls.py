@@ -13,7 +13,7 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.client import AdminClient, ClientOptions, RetryPolicy
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
-from fairway.client.publish.publish import Published, PublishProgress, PublishRefused
+from fairway.client.publish.publish import Base, Published, PublishProgress, PublishRefused
 
 T = TypeVar("T")
 PHASE_VERBS: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
@@ -134,6 +134,7 @@ async def publish_folder(
     tag: str,
     *,
     report: Callable[[PublishProgress], None],
+    base: Base | None = None,
     for_another_engine: bool = False,
 ) -> Published:
     """Publish a checkpoint folder, point ``tag`` at it unless empty, and return the result.
@@ -142,7 +143,7 @@ async def publish_folder(
     """
     try:
         return await admin.models.publish(
-            folder, model, tag, progress=report, for_another_engine=for_another_engine
+            folder, model, tag, base=base, progress=report, for_another_engine=for_another_engine
         )
     except FairwayError as exc:
         raise admin_error(exc, what=f"cannot publish {folder}") from exc

@@ -170,6 +170,8 @@ class Accepted:
     replayed: bool = False
     # How the served request differs from the requested one.
     degradations: tuple[Degradation, ...] = ()
+    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
 
 @dataclass(frozen=True, slots=True)

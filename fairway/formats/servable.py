@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
 
 from fairway.formats import version_files
+from fairway.formats.adapter import require_adapter
 from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.decoder_config import FAMILIES, ModelConfig, parse_config
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
@@ -41,10 +42,11 @@ from fairway.formats.weights import (
 Kind = Literal["causal-lm", "fixed-cost"]
 Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
 _ONLY_DECODERS: Final = "vLLM serves no fixed-cost model: the batcher does"
+_OWN_ADAPTERS: Final = "adapters are served by executor: torch"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
-READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, *FILES)
+READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, version_files.ADAPTER_CONFIG, *FILES)
 
 
 def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
@@ -53,9 +55,9 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
     return "fixed-cost" if is_fixed else "causal-lm"
 
 
-def tensor_files(names: Collection[str], read: Read) -> tuple[str, ...]:
+def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False) -> tuple[str, ...]:
     """Return the tensor files whose headers ``checkpoint_problem`` reads; it names what is wrong."""
-    found: list[str] = []
+    found = [version_files.ADAPTER_WEIGHTS] if is_adapter else []
     for folder in ("", _DRAFT):
         try:
             found += weight_files(folder, names, read)
@@ -64,13 +66,15 @@ def tensor_files(names: Collection[str], read: Read) -> tuple[str, ...]:
     return tuple(found)
 
 
-def checkpoint_problem(names: Collection[str], read: Read, kind: str = "causal-lm") -> str:
+def checkpoint_problem(
+    names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
+) -> str:
     """Return why no engine can serve a version of this kind and these files, or an empty text.
 
     ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
-    on.
+    on. The files of an adapter are together with those of its base.
     """
-    return no_engine(engine_problems(names, read, kind))
+    return no_engine(engine_problems(names, read, kind, is_adapter=is_adapter))
 
 
 def no_engine(problems: Mapping[Engine, str]) -> str:
@@ -81,26 +85,32 @@ def no_engine(problems: Mapping[Engine, str]) -> str:
     return own if other in own or other == _ONLY_DECODERS else f"{own}; by vllm: {other}"
 
 
-def engine_problems(names: Collection[str], read: Read, kind: str = "causal-lm") -> dict[Engine, str]:
+def engine_problems(
+    names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
+) -> dict[Engine, str]:
     """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
     if kind == "fixed-cost":
         return {"torch": _own_problem(names, read, kind), "vllm": _ONLY_DECODERS}
     if gguf := next((name for name in names if name.lower().endswith(".gguf")), ""):
         refused = f"{gguf}: no engine serves GGUF as it is; `fairway models import` converts it"
         return {"torch": refused, "vllm": refused}
-    own = _own_problem(names, read, kind)
+    own = _own_problem(names, read, kind, is_adapter=is_adapter)
+    if is_adapter:
+        return {"torch": own, "vllm": own or _OWN_ADAPTERS}
     try:
         return {"torch": own, "vllm": _vllm_problem(names, read, own)}
     except (UnsupportedModel, BadWeights) as refused:
         return {"torch": own, "vllm": str(refused)}
 
 
-def _own_problem(names: Collection[str], read: Read, kind: str) -> str:
+def _own_problem(names: Collection[str], read: Read, kind: str, *, is_adapter: bool = False) -> str:
     try:
         if kind == "fixed-cost":
             _require_fixed_cost(names, read)
         else:
             _require_decoder(names, read)
+        if is_adapter:
+            require_adapter(read, _config(CONFIG, object_in(CONFIG, read)))
     except UnsupportedModel as refused:
         return f"{refused} by the {'batcher' if kind == 'fixed-cost' else 'engine'}"
     except BadWeights as refused:

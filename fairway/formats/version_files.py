@@ -5,12 +5,15 @@ A version contains only data: no pickled objects, no archives, no program code.
 A version's draft is the checkpoint of a smaller model that proposes tokens, in the folder ``draft``. The
 version's ``weights_digest`` includes its weights. It uses the tokenizer, template and limits of its
 version, so a draft must not contain such files.
+
+An adapter is a version that names a base: a low-rank change of the base's weights, in PEFT's two files. What
+else a reader needs of it are the base's files, unless it has its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 # fmt: off
@@ -103,6 +106,23 @@ def repetition_problem(size_bytes: int, distinct_bytes: int) -> str:
         f"the version has {size_bytes} bytes, of which {distinct_bytes} differ: it may have at most "
         f"{MAX_RATIO} times those and {FREE_BYTES} more"
     )
+
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTER_FILES: Final = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+_SHAPES: Final = ("config.json", "model.safetensors.index.json")  # files that only the base has
+
+
+def adapter_problem(paths: Collection[str]) -> str:
+    """Return why these files are no adapter, or an empty text."""
+    if missing := [name for name in ADAPTER_FILES if name not in paths]:
+        return f"{missing[0]} is missing: an adapter needs it"
+    for path in paths:
+        is_weight = suffix_of(path) == TENSOR_SUFFIX and path != ADAPTER_WEIGHTS
+        if is_weight or path in _SHAPES or path.startswith(DRAFT_FOLDER + "/"):
+            return f"{path} does not belong in an adapter: its base has the shape and the other weights"
+    return ""
 
 
 DRAFT_FOLDER: Final = "draft"

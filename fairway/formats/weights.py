@@ -127,7 +127,7 @@ def require_layout(folder: str, names: Collection[str], read: Read, layout: Tens
     Raises BadWeights, UnsupportedModel.
     """
     files, headers = read_tensors(folder, names, read)
-    _compare(headers, layout)
+    compare(headers, layout)
     return files
 
 
@@ -157,7 +157,8 @@ def read_tensors(
     return files, headers
 
 
-def _compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayout) -> None:
+def compare(headers: Mapping[str, safetensors.TensorHeader], layout: TensorLayout) -> None:
+    """Return if the tensors are those of the layout. Raises BadWeights."""
     if missing := layout.shapes.keys() - headers.keys():
         raise BadWeights(f"missing tensors: {named(missing)}")
     shapes = {**layout.optional, **layout.shapes}

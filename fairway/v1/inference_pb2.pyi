@@ -454,6 +454,8 @@ class Accepted(_message.Message):
     REPLAYED_FIELD_NUMBER: _builtins.int
     DEGRADATIONS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -464,6 +466,10 @@ class Accepted(_message.Message):
     """An earlier request with the same idempotency key was accepted, and this is its answer."""
     cached: _builtins.bool
     """The answer of an equal earlier request of the tenant."""
+    weights_digest: _builtins.str
+    """Of the version's weights; where the version is an adapter, those of its base."""
+    base_digest: _builtins.str
+    """The version that an adapter changes. Empty: the version is no adapter."""
     @_builtins.property
     def degradations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Degradation]:
         """Empty: it is served as it was asked for."""
@@ -480,10 +486,12 @@ class Accepted(_message.Message):
         replayed: _builtins.bool = ...,
         degradations: _abc.Iterable[Global___Degradation] | None = ...,
         cached: _builtins.bool = ...,
+        weights_digest: _builtins.str = ...,
+        base_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "degradations", b"degradations", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

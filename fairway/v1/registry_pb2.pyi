@@ -69,8 +69,10 @@ class Manifest(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_LIMITS_DIGEST_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    BASE_MODEL_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
     schema: _builtins.int
-    """2. Versions of schema 1 stay readable; it has neither of the last two digests."""
+    """2, and 3 of an adapter. Versions of schema 1 stay readable; it has neither of the digests 9 and 10."""
     kind: _builtins.str
     """"causal-lm" or "fixed-cost"."""
     tokenizer_digest: _builtins.str
@@ -85,6 +87,11 @@ class Manifest(_message.Message):
     engine_limits_digest: _builtins.str
     weights_digest: _builtins.str
     """Of the lines "digest path", sorted, of all *.safetensors."""
+    base_model: _builtins.str
+    """The version that an adapter changes, here and below: its model and its digest. Its files are those that the
+    adapter has none of.
+    """
+    base_digest: _builtins.str
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestFile]:
         """Sorted by path."""
@@ -102,10 +109,12 @@ class Manifest(_message.Message):
         max_context_tokens: _builtins.int = ...,
         engine_limits_digest: _builtins.str = ...,
         weights_digest: _builtins.str = ...,
+        base_model: _builtins.str = ...,
+        base_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_digest", b"chat_template_digest", "engine_limits_digest", b"engine_limits_digest", "files", b"files", "kind", b"kind", "max_context_tokens", b"max_context_tokens", "safety_policy_digest", b"safety_policy_digest", "sampling_defaults_digest", b"sampling_defaults_digest", "schema", b"schema", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "base_model", b"base_model", "chat_template_digest", b"chat_template_digest", "engine_limits_digest", b"engine_limits_digest", "files", b"files", "kind", b"kind", "max_context_tokens", b"max_context_tokens", "safety_policy_digest", b"safety_policy_digest", "sampling_defaults_digest", b"sampling_defaults_digest", "schema", b"schema", "tokenizer_digest", b"tokenizer_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,9 +139,9 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
         tuple(record for record in found if isinstance(record, RevisedRoute)),
         tuple(record for record in found if isinstance(record, Rollout)),
         {
-            record.digest: f"{record.model} {record.computation}"
+            record.digest: record.engine
             for record in found
-            if isinstance(record, VersionRecord) and record.computation
+            if isinstance(record, VersionRecord) and record.engine
         },
         tuple(record for record in found if isinstance(record, Objective)),
     )

@@ -152,6 +152,8 @@ class GenerationSpec:
     form: OutputForm | None = None  # form by which the gateway splits its outputs; None: it does not
     constrained_form: OutputForm | None = None  # form of calls in outputs that are not split
     continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
+    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
     @property
     def scored_tokens(self) -> int:

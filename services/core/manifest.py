@@ -9,6 +9,8 @@ Six things decide how a version behaves, and the manifest pins each by digest: w
 template, sampling defaults, safety policy, engine limits. A file that decides one of them must be pinned. A
 draft counts as weights: the tokens it proposes change when the other tokens are
 produced, not which.
+
+An adapter names its base, another version. Its files are in addition to those of the base.
 """
 
 from __future__ import annotations
@@ -16,17 +18,26 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from typing import Final, Literal
 
 import msgspec
 
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.version_files import draft_problem, name_problem, repetition_problem, weights_digest
+from fairway.formats.version_files import (
+    ADAPTER_CONFIG,
+    adapter_problem,
+    draft_problem,
+    name_problem,
+    repetition_problem,
+    weights_digest,
+)
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2
-_SCHEMAS: Final = (1, 2)  # versions of schema 1 keep their digests
+ADAPTER_SCHEMA: Final = 3  # that of adapters alone: other versions keep their digests
+_SCHEMAS: Final = (1, SCHEMA, ADAPTER_SCHEMA)  # versions of schema 1 keep their digests
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 MAX_FILES: Final = 4096
 MAX_CHUNKS: Final = 262_144
@@ -38,6 +49,7 @@ Kind = Literal["causal-lm", "fixed-cost"]
 KINDS: Final = ("causal-lm", "fixed-cost")
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_MODEL: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?")
 _TAG: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
 # ASCII only: a name has one spelling on any file system. No leading or trailing dot.
 _PART: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
@@ -50,6 +62,8 @@ _PINNED: Final = {
     "engine_limits_digest": (LIMITS_NAME,),
 }
 _NEW_IN_2: Final = ("weights_digest", "engine_limits_digest")
+_NEW_IN_3: Final = ("base_model", "base_digest")
+_NEWER: Final = {1: (*_NEW_IN_2, *_NEW_IN_3), SCHEMA: _NEW_IN_3, ADAPTER_SCHEMA: ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,8 @@ class Manifest:
     schema: int = SCHEMA
     weights_digest: str = ""
     engine_limits_digest: str = ""
+    base_model: str = ""  # of an adapter: the model of its base
+    base_digest: str = ""  # of an adapter: the version that it changes
 
     @property
     def size_bytes(self) -> int:
@@ -106,10 +122,11 @@ def is_tag(text: str) -> bool:
 
 def canonical_json(manifest: Manifest) -> bytes:
     """Return the canonical JSON of a manifest: sorted keys, no blanks, every field of its schema present."""
-    if manifest.schema != 1:
+    newer = _NEWER.get(manifest.schema, ())
+    if not newer:
         return _encoder.encode(manifest)
-    fields = asdict(manifest)
-    return _encoder.encode({name: value for name, value in fields.items() if name not in _NEW_IN_2})
+    fields = {each.name: getattr(manifest, each.name) for each in dataclass_fields(manifest)}
+    return _encoder.encode({name: value for name, value in fields.items() if name not in newer})
 
 
 def weights_digest_of(files: Sequence[ManifestFile]) -> str:
@@ -155,8 +172,44 @@ def check_manifest(manifest: Manifest) -> None:
     for file in manifest.files:
         _check_file(file)
     _check_behaviour(manifest)
+    if manifest.base_digest or manifest.base_model or manifest.schema == ADAPTER_SCHEMA:
+        _check_base(manifest)
+        return
     if manifest.kind == "causal-lm" and all(file.path != "config.json" for file in manifest.files):
-        raise InvalidInput("a causal-lm version needs a config.json", field="manifest.files")
+        is_adapter = any(file.path == ADAPTER_CONFIG for file in manifest.files)
+        hint = ": an adapter is published with --base" if is_adapter else ""
+        raise InvalidInput(f"a causal-lm version needs a config.json{hint}", field="manifest.files")
+
+
+def _check_base(manifest: Manifest) -> None:
+    if manifest.schema != ADAPTER_SCHEMA:
+        raise InvalidInput(f"a manifest with a base has schema {ADAPTER_SCHEMA}", field="manifest.schema")
+    if not is_digest(manifest.base_digest):
+        raise InvalidInput("the base of an adapter is named by its digest", field="manifest.base_digest")
+    if not _MODEL.fullmatch(manifest.base_model):
+        raise InvalidInput("base_model is no name of a model", field="manifest.base_model")
+    if manifest.kind != "causal-lm":
+        raise InvalidInput("an adapter is of kind causal-lm", field="manifest.kind")
+    if problem := adapter_problem([file.path for file in manifest.files]):
+        raise InvalidInput(problem, field="manifest.files")
+
+
+def on_base(adapter: Manifest, base: Manifest) -> Manifest:
+    """Return the files that a reader of an adapter's version finds: its own, and those of its base.
+
+    Of two limits of the context the lower holds; the weights are the base's. The result names no version.
+    """
+    own = {file.path for file in adapter.files}
+    files = sorted(
+        (*adapter.files, *(file for file in base.files if file.path not in own)), key=lambda file: file.path
+    )
+    limits = [size for size in (adapter.max_context_tokens, base.max_context_tokens) if size]
+    return replace(
+        adapter,
+        files=tuple(files),
+        max_context_tokens=min(limits, default=0),
+        weights_digest=base.weights_digest,
+    )
 
 
 def check_draft(manifest: Manifest) -> None:

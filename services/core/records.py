@@ -493,6 +493,13 @@ class VersionRecord:
     computation: str = ""
     # By executor, why it does not serve the version; an empty text: it does. Empty: nothing was checked.
     engine_problems: dict[str, str] = field(default_factory=dict)
+    base_model: str = ""  # of an adapter: the model of its base
+    base_digest: str = ""  # of an adapter: the version that it changes
+
+    @property
+    def engine(self) -> str:
+        """What its engine computes: versions with the same share one. Empty where it is unknown."""
+        return f"{self.base_model or self.model} {self.computation}" if self.computation else ""
 
     @property
     def servable_by(self) -> tuple[str, ...]:

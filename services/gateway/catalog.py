@@ -20,6 +20,7 @@ from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, V
 from services.core.fleet import replicas_in
 from services.core.generation import GenerationSpec
 from services.core.limits import Price
+from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     Deployment,
@@ -87,6 +88,9 @@ class PinnedVersion:
 class ModelFilesPort(Protocol):
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         """Return a folder with the verified files of a version for which ``only`` returns True."""
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        """Return the manifest; of an adapter with the weights of its base."""
 
     def pin(self, folder: Path) -> None: ...
 
@@ -310,6 +314,8 @@ class ModelCatalog:
         if model is None:
             raise model_not_found(version_digest)
         loaded = await self.texts.load(version_digest, lambda: self._folder(model, version_digest))
+        manifest = await self._files.readable(model, version_digest)
+        loaded = replace(loaded, weights_digest=manifest.weights_digest, base_digest=manifest.base_digest)
         log.info("text_model.loaded", version_digest=version_digest, vocab_size=loaded.vocab_size)
         return loaded
 

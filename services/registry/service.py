@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,7 @@ from services.core.manifest import (
     check_repetition,
     is_digest,
     is_tag,
+    on_base,
     parse,
     sha256_of,
 )
@@ -122,7 +124,7 @@ class RegistryService:
         """Return the version and whether this call created it, after reading and verifying every byte.
 
         An existing version is verified too: chunks that the store has lost or damaged count as missing.
-        Raises InvalidInput for a manifest or a file that no version may contain, and, unless it is
+        Raises InvalidInput for a manifest, a base or a file that no version may contain, and, unless it is
         ``for_another_engine``, for a version that cannot be served here; FailedPrecondition for chunks that
         are not stored; IntegrityError where the joined chunks do not match their file; Unavailable where too
         many versions of this ``publisher`` wait for verification.
@@ -131,12 +133,22 @@ class RegistryService:
             body = await in_thread(_body_of, manifest)
             await self._require_chunks(manifest)
             await verify(self._blobs, manifest)
+            readable = manifest
+            if manifest.base_digest:
+                readable = on_base(manifest, await self._base_of(manifest))
             problems: dict[str, str] = {}
             if self._texts is not None and not for_another_engine:
-                problems = await require_servable(self._blobs, manifest, sha256_of(body), self._texts)
-            computation = await computation_of(self._blobs, manifest)
+                problems = await require_servable(self._blobs, readable, sha256_of(body), self._texts)
+            computation = await computation_of(self._blobs, readable)
         record = VersionRecord(
-            model, sha256_of(body), manifest.size_bytes, self._clock.unix_s(), computation, problems
+            model,
+            sha256_of(body),
+            manifest.size_bytes,
+            self._clock.unix_s(),
+            computation,
+            problems,
+            manifest.base_model,
+            manifest.base_digest,
         )
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)
@@ -147,7 +159,12 @@ class RegistryService:
             key = version_key(model, record.digest)
             if (entry := await self._store.get(key)) is not None:
                 return load(entry.value, VersionRecord), False
-            done = await self._store.commit([Put(key, dump(record))], [ModRevisionIs(key, 0), *conditions])
+            writes = [Put(key, dump(record))]
+            if record.base_digest:
+                base = await self._version_entry(record.base_model, record.base_digest)
+                conditions = [*conditions, ModRevisionIs(base.key, base.mod_revision)]
+                writes.append(Put(model_users_key(record.base_model), b""))
+            done = await self._store.commit(writes, [ModRevisionIs(key, 0), *conditions])
             if isinstance(done, Committed):
                 log.info("version.created", model=model, digest=record.digest, size_bytes=record.size_bytes)
                 return record, True
@@ -156,7 +173,8 @@ class RegistryService:
     async def delete_version(self, model: str, digest: str, *, request_id: str = "") -> None:
         """Delete a version; the next garbage collection deletes the blobs that only it needed.
 
-        Raises NotFound, and FailedPrecondition while a tag or a deployment uses it, naming the first.
+        Raises NotFound, and FailedPrecondition while a tag, a deployment or an adapter uses it, naming the
+        first.
         """
         request = _request("delete", VersionRecord(model, digest, 0, 0.0), request_id)
         for _ in range(_TRIES):
@@ -278,7 +296,32 @@ class RegistryService:
             raise ModelNotFound(f"{model} has no version {digest}", model=model, digest=digest)
         return entry
 
+    async def _base_of(self, adapter: Manifest) -> Manifest:
+        """Return the manifest of an adapter's base. Raises ModelNotFound, InvalidInput for no decoder."""
+        _, base = await self.get_version(adapter.base_model, adapter.base_digest)
+        if base.base_digest or base.kind != "causal-lm":
+            what = "an adapter" if base.base_digest else f"of kind {base.kind}"
+            raise InvalidInput(
+                f"the base {adapter.base_model} {adapter.base_digest} is {what}: name a causal-lm version "
+                "with weights of its own",
+                field="manifest.base_digest",
+            )
+        return base
+
+    async def _require_no_adapter(self, model: str, digest: str) -> None:
+        for entry in (await self._store.list(MODELS)).entries:
+            if "/versions/" not in entry.key:
+                continue
+            found = load(entry.value, VersionRecord)
+            if (found.base_model, found.base_digest) == (model, digest):
+                raise FailedPrecondition(
+                    f"the adapter {found.model} {found.digest} is based on {digest}: delete it first",
+                    model=found.model,
+                    digest=found.digest,
+                )
+
     async def _require_unused(self, model: str, digest: str) -> None:
+        await self._require_no_adapter(model, digest)
         tags = [tag for tag, named in (await self.tags(model)).items() if named == digest]
         if tags:
             raise FailedPrecondition(
@@ -398,7 +441,8 @@ _NEXT: Final = "publish it for another engine, or repair it"
 async def require_servable(
     blobs: BlobStore, manifest: Manifest, digest: str, texts: TextCheck
 ) -> dict[str, str]:
-    """Return the engines' problems with a verified version that one of them and the gateways can serve.
+    """Return the engines' problems with a verified version that one of them and the gateways can serve; an
+    adapter has the files of its base.
 
     Raises InvalidInput that names the unusable file, Unavailable where the check could not run.
     """
@@ -410,15 +454,17 @@ async def require_servable(
         def read(path: str) -> bytes:
             return (folder / path).read_bytes()
 
-        names = list(files)
+        names, is_adapter = list(files), bool(manifest.base_digest)
         headers_bytes = 0
-        for path in await in_thread(servable.tensor_files, names, read):
+        found = partial(servable.tensor_files, names, read, is_adapter=is_adapter)
+        for path in await in_thread(found):
             header = await header_of(blobs, files[path])
             headers_bytes += len(header)
             if headers_bytes > MAX_HEADERS_BYTES:
                 raise InvalidInput(TOO_LARGE, field="manifest.files")
             await _write(folder / path, header)
-        problems = await in_thread(servable.engine_problems, names, read, manifest.kind)
+        judge = partial(servable.engine_problems, names, read, manifest.kind, is_adapter=is_adapter)
+        problems = await in_thread(judge)
         problem = servable.no_engine(problems)
         has_text = manifest.kind == "causal-lm" or TOKENIZER in names
         if not problem and has_text:

@@ -70,7 +70,10 @@ async def verify(blobs: BlobStore, manifest: Manifest) -> None:
 
 
 async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
-    """Return the digest of the computation of a verified version; empty where it shares no engine."""
+    """Return the digest of the computation of a verified version; empty where it shares no engine.
+
+    The manifest of an adapter includes the files of its base.
+    """
     if manifest.kind == "fixed-cost":
         return ""
     contents = {file.path: await content_of(blobs, file) for file in manifest.files if file.path in READ}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -107,6 +107,7 @@ class Submit(EngineMessage, frozen=True):
     embed: bool = False
     # Tokens of the prompt whose log-probabilities an earlier run reported.
     scored_tokens: int = 0
+    adapter: int = 0  # loaded adapter that computes it; 0: the base alone
 
 
 class Credit(EngineMessage, frozen=True):
@@ -147,6 +148,19 @@ class Pace(EngineMessage, frozen=True):
     itl_target_s: float
 
 
+class LoadAdapter(EngineMessage, frozen=True):
+    """Load a LoRA adapter of the engine's model. ``AdapterLoaded`` or ``AdapterRefused`` answers."""
+
+    adapter: int  # new in this process, above 0
+    folder: str  # folder of the adapter's files
+
+
+class DropAdapter(EngineMessage, frozen=True):
+    """Free a loaded adapter. Sequences that it computes were cancelled before."""
+
+    adapter: int
+
+
 class RunBatch(EngineMessage, frozen=True):
     """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers.
 
@@ -163,7 +177,7 @@ class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Park | Cancel | Resize | Pace | RunBatch | Shutdown
+Command = Submit | Credit | Park | Cancel | Resize | Pace | LoadAdapter | DropAdapter | RunBatch | Shutdown
 
 # --- engine to agent -----------------------------------------------------------------------------
 
@@ -322,6 +336,20 @@ class Resized(EngineMessage, frozen=True):
     kv_blocks_total: int
 
 
+class AdapterLoaded(EngineMessage, frozen=True):
+    """The adapter computes sequences from now on."""
+
+    adapter: int
+    size_bytes: int  # memory that it takes
+
+
+class AdapterRefused(EngineMessage, frozen=True):
+    """The adapter cannot be loaded. The engine goes on without it."""
+
+    adapter: int
+    message: str
+
+
 class BatchRan(EngineMessage, frozen=True):
     """The outputs of a batch, in the order of its rows."""
 
@@ -339,7 +367,28 @@ class BatchRaised(EngineMessage, frozen=True):
     message: str
 
 
-Event = Progress | Ready | LoadFailed | Stepped | EngineHeartbeat | Resized | BatchRan | BatchRaised
+Event = (
+    Progress
+    | Ready
+    | LoadFailed
+    | Stepped
+    | EngineHeartbeat
+    | Resized
+    | AdapterLoaded
+    | AdapterRefused
+    | BatchRan
+    | BatchRaised
+)
+
+
+class StepLink(Protocol):
+    """The agent, as a step that is running may use it."""
+
+    def receive(self) -> None:
+        """Apply the commands that have arrived."""
+
+    def send(self, message: EngineMessage) -> None:
+        """Send a message. Raises an error of the engine process once the agent is gone."""
 
 
 def _as_list(value: object) -> list[int]:

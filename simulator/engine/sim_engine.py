@@ -282,6 +282,7 @@ MAX_WINDOW_STEPS: Final = 1024
 MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 SequenceCommand = wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize | wire.Pace
+UNUSED: Final = (wire.RunBatch, wire.LoadAdapter, wire.DropAdapter)
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
 OnMessage = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 
@@ -418,7 +419,7 @@ class SimEngine:
 
     def send(self, command: wire.Command) -> bool:
         """Take a command; False once the process is gone."""
-        if self._dead or len(self._inbox) >= MAX_INBOX or isinstance(command, wire.RunBatch):
+        if self._dead or len(self._inbox) >= MAX_INBOX or isinstance(command, UNUSED):
             return False
         if isinstance(command, wire.Shutdown):
             self.crash()

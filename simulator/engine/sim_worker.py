@@ -137,6 +137,9 @@ class SimFiles:
     async def computation(self, folder: Path) -> str:
         return ""
 
+    async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return 0
+
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from services.worker.engine_protocol import (
 )
 
 ROOT: Final = Path(__file__).parents[2]
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 200.0
 
 
 class Agent:
@@ -89,6 +90,6 @@ class Agent:
     def close(self) -> None:
         self.hang_up()
         self.server.close()
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # ranks are in its group
+        with contextlib.suppress(ProcessLookupError):  # ranks are in its group, and may outlive it
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=PATIENCE_S)

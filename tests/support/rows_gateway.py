@@ -18,6 +18,7 @@ from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.adapters.quarantine import MemoryQuarantine
 from services.core.generation import Principal
 from services.core.limits import Price
+from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
@@ -88,6 +89,9 @@ class VersionFolders:
 
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         return self.folders[digest]
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        return Manifest(())
 
     def pin(self, folder: Path) -> None: ...
 

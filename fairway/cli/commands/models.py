@@ -23,7 +23,7 @@ from fairway.cli.terminal.listing import Resource, add_list, write_shown
 from fairway.cli.terminal.output import Bars, confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.watch import polled
-from fairway.client.publish.publish import Published, PublishProgress
+from fairway.client.publish.publish import Base, Published, PublishProgress
 from fairway.importing.sources import Changes
 from fairway.v1 import registry_pb2 as rg
 
@@ -85,6 +85,7 @@ add_list(app, MODELS, about="List the models of the registry with their tags.")
     examples=(
         "fairway models publish ./llama-3.2-1b --name llama --tag v1",
         "fairway models publish ./llama-3.2-1b --name llama --tag '' -o json",
+        "fairway models publish ./support-lora --name support --base llama@v1",
     ),
 )
 async def publish(
@@ -92,6 +93,9 @@ async def publish(
     folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A checkpoint folder.")],
     name: Annotated[str, typer.Option("--name", help="Name of the model.")],
     tag: Annotated[str, typer.Option("--tag", help="Tag to point at the version; '': none.")] = "latest",
+    base: Annotated[
+        str, typer.Option("--base", help="Of a LoRA adapter: its base, MODEL[@VERSION]; a tag or a digest.")
+    ] = "",
     for_another_engine: Annotated[
         bool,
         typer.Option(
@@ -102,9 +106,14 @@ async def publish(
 ) -> None:
     """Publish a checkpoint folder as an immutable version, point a tag at it, and print its digest.
 
+    With --base the folder is a LoRA adapter in PEFT's files. Engines load it beside its base.
     Only data that the registry lacks is uploaded. An interrupted upload continues where it stopped.
     """
-    await _publish(connection, folder, name, tag, output, for_another_engine=for_another_engine)
+    found: Base | None = None
+    if base:
+        model, _, version = base.partition("@")
+        found = Base(model, version or "latest")
+    await _publish(connection, folder, name, tag, output, base=found, for_another_engine=for_another_engine)
 
 
 async def _publish(
@@ -114,6 +123,7 @@ async def _publish(
     tag: str,
     output: Format,
     *,
+    base: Base | None = None,
     for_another_engine: bool = False,
 ) -> None:
     with Bars() as bars:
@@ -122,7 +132,13 @@ async def _publish(
             bars.update(PHASE_VERBS[progress.phase], progress.done_ratio, str(folder))
 
         done = await publish_folder(
-            connection.admin, folder, name, tag, report=report, for_another_engine=for_another_engine
+            connection.admin,
+            folder,
+            name,
+            tag,
+            report=report,
+            base=base,
+            for_another_engine=for_another_engine,
         )
     _show_published(done, tag, output)
 

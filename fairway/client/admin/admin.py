@@ -28,7 +28,7 @@ from fairway.client.attempts import Attempts, Core
 from fairway.client.endpoints import check_addresses
 from fairway.client.errors import from_rpc
 from fairway.client.guard import Guard
-from fairway.client.publish.publish import Kind, Published, PublishProgress, publish
+from fairway.client.publish.publish import Base, Kind, Published, PublishProgress, publish
 from fairway.client.values import ClientOptions
 from fairway.v1 import (
     common_pb2,
@@ -114,6 +114,7 @@ class Models:
         model: str,
         tag: str = "",
         *,
+        base: Base | None = None,
         kind: Kind | None = None,
         max_context_tokens: int = 0,
         for_another_engine: bool = False,
@@ -121,6 +122,7 @@ class Models:
     ) -> Published:
         """Return once the folder is a verified version and ``tag``, unless empty, points at it.
 
+        ``base`` is that of an adapter.
         The total time is bounded by its parts: each call has a deadline, and a registry that is unreachable
         for a minute ends it. A repeated publication continues where it stopped. Raises FairwayError,
         PublishRefused for a folder that cannot be a version or, unless ``for_another_engine``, cannot be
@@ -137,6 +139,7 @@ class Models:
                     tag,
                     progress,
                     metadata=core.metadata,
+                    base=base,
                     kind=kind,
                     max_context_tokens=max_context_tokens,
                     for_another_engine=for_another_engine,

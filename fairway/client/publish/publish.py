@@ -33,12 +33,16 @@ from typing import Any, BinaryIO, Final, Literal, TypeVar, cast
 import grpc
 
 from fairway.client.errors import STATUS_LOST
+from fairway.formats.adapter import parse_adapter
+from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
 from fairway.formats.safetensors import LENGTH_BYTES, read_header
 from fairway.formats.servable import Kind, checkpoint_warnings, engine_problems, kind_of, no_engine
 from fairway.formats.version_files import (
+    ADAPTER_CONFIG,
     TENSOR_SUFFIX,
+    adapter_problem,
     draft_problem,
     name_problem,
     repetition_problem,
@@ -51,7 +55,16 @@ from fairway.v1 import registry_pb2_grpc
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 SCHEMA: Final = 2
+ADAPTER_SCHEMA: Final = 3
 _READ_BYTES: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The version that an adapter changes. ``version`` is a digest or a tag."""
+
+    model: str
+    version: str = "latest"
 
 
 class PublishRefused(ValueError):
@@ -129,6 +142,8 @@ def require_servable(files: dict[str, Path], kind: Kind) -> tuple[tuple[str, ...
 
     Raises PublishRefused, OSError.
     """
+    if ADAPTER_CONFIG in files and "config.json" not in files:
+        raise PublishRefused("the folder is an adapter", next_step="name its base: --base MODEL@VERSION")
     problems = engine_problems(files, _reader(files), kind)
     if problem := no_engine(problems):
         raise PublishRefused(
@@ -136,6 +151,22 @@ def require_servable(files: dict[str, Path], kind: Kind) -> tuple[tuple[str, ...
         )
     servable_by = tuple(engine for engine, problem in problems.items() if not problem)
     return servable_by, checkpoint_warnings(files, _reader(files), kind)
+
+
+def require_adapter(files: dict[str, Path]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what ``require_servable`` does, of an adapter; the registry compares its tensors with its base.
+
+    Raises PublishRefused, OSError.
+    """
+    problem = adapter_problem(files)
+    if not problem:
+        try:
+            parse_adapter(object_in(ADAPTER_CONFIG, _reader(files)))
+        except UnsupportedModel as refused:
+            problem = f"{ADAPTER_CONFIG}: {refused}"
+    if problem:
+        raise PublishRefused(problem, next_step="merge it into its base, and publish that")
+    return ("torch",), ()
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:
@@ -423,7 +454,16 @@ def _result(of: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the call has no status yet")
 
 
-__all__ = ["CHUNK_BYTES", "Kind", "Metadata", "PublishProgress", "PublishRefused", "Published", "publish"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Base",
+    "Kind",
+    "Metadata",
+    "PublishProgress",
+    "PublishRefused",
+    "Published",
+    "publish",
+]
 
 VERIFY_TIMEOUT_S: Final = 3600.0
 # Between the check that nothing is missing and the version, an unreferenced chunk may be collected.
@@ -486,6 +526,7 @@ async def publish(
     progress: Callable[[PublishProgress], None] | None = None,
     *,
     metadata: Metadata = (),
+    base: Base | None = None,
     kind: Kind | None = None,
     max_context_tokens: int = 0,
     for_another_engine: bool = False,
@@ -493,25 +534,28 @@ async def publish(
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    ``kind``: by default the one that ``config.json`` declares. A folder that Fairway cannot serve is
-    rejected, unless ``for_another_engine``. Files and folders whose name begins with a dot are left out. An
-    unreachable registry is retried for ``patience_s``. Raises PublishRefused for a folder that cannot be a
-    version, OSError for one that cannot be read, and
-    grpc.aio.AioRpcError when the registry rejects it.
+    ``base``: that of an adapter. ``kind``: by default the one that ``config.json`` declares. A folder that
+    Fairway cannot serve is rejected, unless ``for_another_engine``. Files and folders whose name begins with
+    a dot are left out. An unreachable registry is retried for ``patience_s``. Raises PublishRefused for a
+    folder that cannot be a version, OSError for one that cannot be read, and grpc.aio.AioRpcError when the
+    registry rejects it.
     """
     files = await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
     found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if not for_another_engine:
-        found = await asyncio.to_thread(require_servable, files, declared)
+        require = partial(require_servable, kind=declared) if base is None else require_adapter
+        found = await asyncio.to_thread(require, files)
     reporter = _ProgressReporter(progress, sum(path.stat().st_size for path in files.values()))
     hashed = await asyncio.to_thread(hash_files, files, reporter.hashed_from_thread)
     reporter.update(hashed_bytes=reporter.now.total_bytes, chunks=len(hashed.chunks))
     manifest = manifest_of(files, hashed.files, declared, max_context_tokens)
-    request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     stub = registry_pb2_grpc.RegistryServiceStub(channel)
     transfer = Transfer(stub, metadata, sent=reporter.sent, patience_s=patience_s)
     publication = _Publication(stub, transfer, tuple(metadata), reporter)
+    if base is not None:
+        await publication.name_base(manifest, base)
+    request = pb.CreateVersionRequest(model=model, manifest=manifest, for_another_engine=for_another_engine)
     # Called before the upload: a folder that cannot be a version is rejected before gigabytes are sent.
     answer = await publication.create_if_stored(request)
     uploaded: set[str] = set()
@@ -525,19 +569,14 @@ async def publish(
         reporter.update(phase="create")
         answer = await publication.create_if_stored(request, is_last=not last)
     assert answer is not None, "the last round raises"
+    digest = answer.version.digest
     if tag:
-        await publication.set_tag(model, tag, answer.version.digest)
+        await publication.set_tag(model, tag, digest)
     reporter.update(phase="done")
-    return Published(
-        model,
-        answer.version.digest,
-        answer.created,
-        sum(file.size_bytes for file in hashed.files),
-        len(uploaded),
-        sum(hashed.chunks[chunk].size_bytes for chunk in uploaded),
-        warnings=found[1],
-        servable_by=found[0],
-    )
+    size_bytes = sum(file.size_bytes for file in hashed.files)
+    sent_bytes = sum(hashed.chunks[chunk].size_bytes for chunk in uploaded)
+    known = (model, digest, answer.created, size_bytes, len(uploaded), sent_bytes)
+    return Published(*known, warnings=found[1], servable_by=found[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,6 +598,14 @@ class _Publication:
             if exc.code() is not grpc.StatusCode.FAILED_PRECONDITION or is_last:
                 raise
             return None
+
+    async def name_base(self, manifest: pb.Manifest, base: Base) -> None:
+        request = pb.GetVersionRequest(model=base.model, version=base.version)
+        answer = await self.transfer.again(
+            lambda: self.stub.GetVersion(request, metadata=self.metadata, timeout=CALL_TIMEOUT_S)
+        )
+        manifest.schema, manifest.base_model = ADAPTER_SCHEMA, base.model
+        manifest.base_digest = answer.version.digest
 
     async def set_tag(self, model: str, tag: str, digest: str) -> None:
         request = pb.SetTagRequest(model=model, tag=tag, digest=digest)

@@ -8,6 +8,8 @@ Verification:
   it (``recheck``);
 - presence and sizes at each use.
 
+The folder of an adapter also has the files of its base that it lacks: readers need not look elsewhere.
+
 A damaged chunk is fetched again once; a second failure is an IntegrityError.
 """
 
@@ -36,7 +38,15 @@ from services.core.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from services.core.manifest import Manifest, ManifestFile, canonical_json, is_digest, parse, sha256_of
+from services.core.manifest import (
+    Manifest,
+    ManifestFile,
+    canonical_json,
+    is_digest,
+    on_base,
+    parse,
+    sha256_of,
+)
 from services.core.rollouts.computation import computation_digest
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
@@ -199,7 +209,7 @@ class ModelFiles:
         try:
             await self._open()
             await in_thread(self._folders.make)
-            manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+            manifest = await self._readable(model, digest)
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
                 raise NotFound(f"no file of {digest} is selected", digest=digest)
@@ -210,22 +220,39 @@ class ModelFiles:
 
     async def max_context_tokens(self, model: str, digest: str) -> int:
         """Return the context length that the manifest allows, 0 for any. Raises as ``fetch`` does."""
-        return (await self._manifest_of(model, digest)).max_context_tokens
+        return (await self.readable(model, digest)).max_context_tokens
 
     async def kind(self, model: str, digest: str) -> str:
         """Return the kind that the manifest states. Raises as ``fetch`` does."""
-        return (await self._manifest_of(model, digest)).kind
+        return (await self.readable(model, digest)).kind
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
-        """Return the digest of the version's computation. Raises as ``fetch`` does."""
-        return await in_thread(computation_digest, await self._manifest_of(model, digest), contents)
+        """Return the model of the weights and the digest of the version's computation.
 
-    async def _manifest_of(self, model: str, digest: str) -> Manifest:
+        Raises as ``fetch`` does.
+        """
+        manifest = await self.readable(model, digest)
+        return f"{manifest.base_model or model} {await in_thread(computation_digest, manifest, contents)}"
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        """Return the manifest; of an adapter with the files, limits and weights of its base.
+
+        Raises as ``fetch`` does.
+        """
         try:
             await self._open()
-            return await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+            return await self._readable(model, digest)
         except OSError as exc:
             raise self._disk_error(exc) from exc
+
+    async def _readable(self, model: str, digest: str) -> Manifest:
+        manifest = await self._in_turn("manifest " + digest, partial(self._manifest, model, digest))
+        if not (base := manifest.base_digest):
+            return manifest
+        named = manifest.base_model
+        return on_base(
+            manifest, await self._in_turn("manifest " + base, partial(self._manifest, named, base))
+        )
 
     def pin(self, folder: Path) -> None:
         """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted."""

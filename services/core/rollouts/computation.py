@@ -2,7 +2,8 @@
 
 A gateway applies chat template, sampling defaults and safety policy; an engine reads none of them, except
 for the end-of-sequence ids among the sampling defaults and the tokens declared beside tokenizer.json. A file
-that is not listed here counts, so that an unknown one prevents sharing rather than being ignored.
+that is not listed here counts, so that an unknown one prevents sharing rather than being ignored. The files
+of an adapter do not count: an engine loads it beside its base.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.limits import POLICY_NAME
 from fairway.formats.tokenizer_files import FILES, TOKENIZER, read_tokenizer_files
+from fairway.formats.version_files import ADAPTER_FILES
 from services.core.manifest import Manifest, sha256_of
 
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -37,12 +39,14 @@ _PROSE: Final = ".md"
 def computation_digest(manifest: Manifest, contents: Mapping[str, bytes]) -> str:
     """Return one digest of everything that an engine of the version computes with.
 
-    ``contents`` are those of the files in ``READ`` that the version has.
+    ``contents`` are those of the files in ``READ`` that the version has. An adapter has those of its base
+    among its files (``manifest.on_base``).
     """
+    apart = {*_TEXT_FILES, *ADAPTER_FILES} if manifest.base_digest else _TEXT_FILES
     files = [
         (file.path, file.digest)
         for file in manifest.files
-        if file.path not in _TEXT_FILES and not file.path.lower().endswith(_PROSE)
+        if file.path not in apart and not file.path.lower().endswith(_PROSE)
     ]
     eos = _eos_of(contents.get(GENERATION_CONFIG, b""))
     declared = _declared(contents)

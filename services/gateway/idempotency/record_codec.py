@@ -50,6 +50,8 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     form: OutputForm | None = None
     # Of calls in outputs that are not split.
     constrained_form: OutputForm | None = None
+    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):

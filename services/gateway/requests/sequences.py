@@ -103,6 +103,8 @@ class Sequences:
             token_rate=admitted.reservation.token_rate,
             degradations=admitted.degradations,
             form=spec.form,
+            weights_digest=spec.weights_digest,
+            base_digest=spec.base_digest,
         )
 
 

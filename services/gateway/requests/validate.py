@@ -209,6 +209,8 @@ class Validator:
             step=route.step,
             # A message has a text of its own.
             continues_prompt=generation.WhichOneof("input") != "chat" and limits.max_tokens > 0,
+            weights_digest=model.weights_digest,
+            base_digest=model.base_digest,
         )
 
     def check_count(

@@ -94,6 +94,8 @@ class TextModel:
     marks: tuple[MarkToken, ...] = ()
     # Ends of a prompt that open the reasoning of a form: the text that opens it, and token ids.
     openings: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
     @property
     def of_rows(self) -> TextModel:

@@ -122,6 +122,8 @@ _GENERATION: Final = Mirror(
         "choices",
         "session_key",
         "step",
+        "weights_digest",
+        "base_digest",
         "form",
         "constrained_form",
     ),

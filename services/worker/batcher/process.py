@@ -46,6 +46,7 @@ from services.worker.engine_protocol import (
     Resized,
     RowModel,
     RunBatch,
+    StepLink,
 )
 
 SLACK_BYTES: Final = 256 * 1024 * 1024
@@ -63,11 +64,11 @@ class BatchRunner:
         self._packs = packs
         self._batches: deque[RunBatch] = deque()
         self._ran = 0
-        self._link: process.StepLink | None = None
+        self._link: StepLink | None = None
         self._pauses = 0.0  # seconds that the running batch paused
         self._paused = False
 
-    def connect(self, link: process.StepLink) -> None:
+    def connect(self, link: StepLink) -> None:
         self._link = link
 
     @property

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Final
 
 from services.worker.engine.constrain.constraints import Constraints
-from services.worker.engine.execute.executor import Batch, Executor, Samples
+from services.worker.engine.execute.executor import Adapters, Batch, Executor, Samples
 from services.worker.engine.live_sequences import Flight, LiveSequences, Outcome, Work
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.planner import Planner, PlannerLimits
@@ -21,15 +22,22 @@ from services.worker.engine.prefix.reuse import PrefixReuse
 from services.worker.engine.sequence import MAX_WAITING, Intake, ModelLimits, Status, is_complete
 from services.worker.engine.speculation.speculator import Speculator
 from services.worker.engine.step_meter import NOBODY, StepMeter
+from services.worker.engine.unsupported import REFUSALS, BadEngineConfig
 from services.worker.engine_protocol import (
+    AdapterLoaded,
+    AdapterRefused,
     Cancel,
     Command,
     Credit,
+    DropAdapter,
     EngineHeartbeat,
+    EngineMessage,
+    LoadAdapter,
     Pace,
     Park,
     Resize,
     Resized,
+    StepLink,
     Stepped,
     Submit,
 )
@@ -103,6 +111,38 @@ class PoolSize:
         self._backed = blocks
 
 
+class LoadedAdapters:
+    """The adapters that sequences may name. ``send`` sends what became of a command."""
+
+    def __init__(self, adapters: Adapters | None) -> None:
+        self._adapters = adapters
+        self.loaded: set[int] = set()
+        self.send: Callable[[EngineMessage], None] = lambda _: None
+
+    def load(self, command: LoadAdapter) -> None:
+        """Load an adapter between two steps; the engine goes on without one that is refused."""
+        number = command.adapter
+        try:
+            if self._adapters is None:
+                raise BadEngineConfig("this engine's kernels serve no adapters: use a CPU, or merge them")
+            if number < 1 or number in self.loaded:
+                raise BadEngineConfig(f"{number} is no new number of an adapter")
+            size_bytes = self._adapters.load(number, Path(command.folder))
+        except REFUSALS as error:
+            self.send(AdapterRefused(number, str(error)))
+        except MemoryError:
+            self.send(AdapterRefused(number, "there is no memory for it"))
+        else:
+            self.loaded.add(number)
+            self.send(AdapterLoaded(number, size_bytes))
+
+    def drop(self, number: int) -> None:
+        """Free an adapter. Idempotent."""
+        self.loaded.discard(number)
+        if self._adapters is not None:
+            self._adapters.drop(number)
+
+
 class DuplicateHandle(Exception):
     """The agent used the handle of a live sequence for another one."""
 
@@ -125,10 +165,11 @@ class Engine:
         speculation: Speculator | None = None,
         page: StepPage | None = None,
         constraints: Constraints | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
         which tokens may come next, ``page`` receives the members of each step. Without ``constraints`` a
-        constrained sequence is refused."""
+        constrained sequence is refused, and without ``adapters`` every adapter."""
         self._executor = executor
         self._blocks = blocks
         self._planner = Planner(blocks, limits, budget=budget, reuse=reuse)
@@ -140,6 +181,7 @@ class Engine:
         self._clock = clock
         self._page = page
         self._constraints = constraints
+        self._adapters = LoadedAdapters(adapters)
         self._live = LiveSequences(self._planner)
         self._meter = StepMeter()
         self._arrivals = 0
@@ -186,14 +228,19 @@ class Engine:
                 self._size.request(command.kv_blocks)
             case Pace():
                 self._planner.pace(command.itl_target_s)
+            case LoadAdapter():
+                self._adapters.load(command)
+            case DropAdapter():
+                self._adapters.drop(command.adapter)
 
     def resized(self) -> Resized | None:
         """Continue a ``Resize`` between two steps; return its event once it has ended."""
         blocks = self._size.settle() if self._flight is None else None
         return None if blocks is None else Resized(blocks)
 
-    def connect(self, link: object) -> None:
-        """See ``process.Steps``. No step uses it."""
+    def connect(self, link: StepLink) -> None:
+        """See ``process.StepLoop``."""
+        self._adapters.send = link.send
 
     def step(self) -> Stepped:
         """One forward pass. Same commands and same executor answers give the same events."""
@@ -250,6 +297,8 @@ class Engine:
             reason = f"{MAX_WAITING} sequences wait already"
         if reason is None and command.sampling.constraint is not None and self._constraints is None:
             reason = "this engine has no constraints"
+        if reason is None and command.adapter and command.adapter not in self._adapters.loaded:
+            reason = f"adapter {command.adapter} is not loaded"
         return reason
 
     def _take_compiled(self) -> None:

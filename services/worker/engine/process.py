@@ -41,6 +41,7 @@ from services.worker.engine_protocol import (
     Ready,
     Resized,
     Shutdown,
+    StepLink,
     Submit,
     decode_command,
     encode,
@@ -161,16 +162,6 @@ class EngineExitCode(IntEnum):
 
 class AgentGone(Exception):
     """The other end of the socket is closed."""
-
-
-class StepLink(Protocol):
-    """The agent, as a step that is running may use it."""
-
-    def receive(self) -> None:
-        """Apply the commands that have arrived."""
-
-    def send(self, message: EngineMessage) -> None:
-        """Send a message. Raises AgentGone."""
 
 
 class StepLoop(Protocol):

@@ -106,6 +106,7 @@ class SequenceState:
     embeds: bool = False
     # Tokens of the prompt whose log-probabilities were reported.
     scored: int = 0
+    adapter: int = 0  # the adapter that computes it; 0: the base alone
 
     @property
     def output_tokens(self) -> int:
@@ -167,6 +168,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         or sampling.constraint is not None,
         embeds=submit.embed,
         scored=submit.scored_tokens,
+        adapter=submit.adapter,
     )
     sequence.set_credit(submit.credit_limit)
     sequence.run_alone(submit.apart_tokens)

@@ -33,6 +33,8 @@ from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     MAX_MESSAGE_BYTES,
+    AdapterLoaded,
+    AdapterRefused,
     BatchRaised,
     BatchRan,
     Command,
@@ -207,6 +209,7 @@ class EngineEvents:
     on_stepped: Callable[[Stepped], None] = _unused
     on_heartbeat: Callable[[EngineHeartbeat], None] = _unused
     on_resized: Callable[[Resized], None] = _unused
+    on_adapter: Callable[[AdapterLoaded | AdapterRefused], None] = _unused
     # Receives the batches of a fixed-cost model.
     on_batch: Callable[[BatchRan | BatchRaised], None] = _unused
     on_exit: Callable[[EngineExit], None]
@@ -490,6 +493,8 @@ class EngineProcess:
                 self._events.on_heartbeat(event)
             case Resized():
                 self._events.on_resized(event)
+            case AdapterLoaded() | AdapterRefused():
+                self._events.on_adapter(event)
             case BatchRan() | BatchRaised():
                 self._events.on_batch(event)
             case Progress():

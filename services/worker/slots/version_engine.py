@@ -1,7 +1,8 @@
 """One engine of this worker: its process, its sequences, its memory, and the versions that it serves.
 
 Versions with the same computation (``core.rollouts.computation``) share an engine. The first that loads
-starts it, the others join; each leaves by itself, and the last ends it.
+starts it, the others join; each leaves by itself, and the last ends it. An adapter has the computation of its
+base: it is loaded into the engine before its version is served, and dropped when that leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -20,8 +22,12 @@ from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary
 from services.worker.engine_protocol import (
+    AdapterLoaded,
+    AdapterRefused,
+    DropAdapter,
     EngineConfig,
     EngineHeartbeat,
+    LoadAdapter,
     Pace,
     Progress,
     Ready,
@@ -115,6 +121,24 @@ class CrashShare:
 ALONE: Final = CrashShare()
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A process that takes sequences. Its probe used the first ``handles``."""
+
+    event: Ready
+    process: RunningEngine
+    handles: int
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """An adapter that the process was sent, and the memory that was granted for it."""
+
+    number: int
+    size_bytes: int
+    is_loaded: bool = False
+
+
 class VersionEngine:
     """There is at most one engine process at a time. Its owners are notified when it is ready and when it
     ended.
@@ -136,6 +160,9 @@ class VersionEngine:
         self._unfit: TookTooMuch | ProbeFailed | None = None
         self._probe: PromptProbe | None = None
         self.table: SequenceTable | None = None
+        self._loaded: _Loaded | None = None  # what the engine reported, once it takes sequences
+        self._adapters: dict[str, _Adapter] = {}  # adapters of the process by version
+        self._numbers = count(1)  # numbers of adapters: none is used again
 
     @property
     def pid(self) -> int:
@@ -153,8 +180,8 @@ class VersionEngine:
         Return whether the owner is to start a process: none runs, and no other owner starts one.
         """
         self._owners.setdefault(owner.version.version_digest, owner)
-        if self.table is not None:
-            self._serve(owner, self.table)
+        if self._loaded is not None:
+            self._serve_loading(self._loaded)
             return False
         if self._starting or self._process is not None:
             return False
@@ -185,6 +212,7 @@ class VersionEngine:
             on_stepped=self._on_stepped,
             on_heartbeat=self._on_heartbeat,
             on_resized=self._on_resized,
+            on_adapter=self._on_adapter,
             on_exit=self._on_exit,
         )
         process = self._context.launch(config, events)
@@ -221,6 +249,7 @@ class VersionEngine:
         if self._owners:
             if self.table is not None and digest in self.table.versions:
                 self._context.host.leave(self.table, digest)
+            self._drop_adapter(digest)
             heir = next(iter(self._owners.values())).version
             self.memory.pass_on(digest, heir.version_digest, heir.deployment)
             return
@@ -279,10 +308,31 @@ class VersionEngine:
 
     def _admit(self, event: Ready, process: RunningEngine, handles: int) -> None:
         """Take sequences from now on. The probe used the first ``handles``."""
-        vocabulary, context, owners = self._vocabulary, self._context, self._loading()
+        self._loaded = _Loaded(event, process, handles)
+        self._ready_s = self._context.clock.monotonic_s()
+        self._serve_loading(self._loaded)
+        self.pace()  # the target may have changed while it loaded
+
+    def _serve_loading(self, loaded: _Loaded) -> None:
+        """Serve the owners that wait for the engine; an adapter once it is loaded, which begins here."""
+        for owner in self._loading():
+            if owner.adapter_bytes and not self._has_adapter(owner, loaded.process):
+                continue
+            if self.table is None:
+                self.table = self._table_of(owner, loaded)
+                self._context.host.add(self.table)
+            else:
+                self._context.host.join(self.table, self._served(owner))
+            versions = len(self.table.versions)
+            log.info("engine.joined", digest=owner.version.version_digest, versions=versions)
+            owner.engine_ready()
+
+    def _table_of(self, first: VersionSlot, loaded: _Loaded) -> SequenceTable:
+        vocabulary, context, event = self._vocabulary, self._context, loaded.event
+        process = loaded.process
         assert vocabulary is not None, "ready without a vocabulary"
-        self.table = SequenceTable(
-            self._served(owners[0]),
+        return SequenceTable(
+            self._served(first),
             limits=PoolLimits(
                 event.kv_blocks_total,
                 event.block_size,
@@ -298,24 +348,54 @@ class VersionEngine:
             charges=UsageAccounting(context.host.tally, context.host.device),
             changed=context.host.note_change,
             slow_reader_s=context.settings.slow_reader_s,
-            used_handles=handles,
+            used_handles=loaded.handles,
         )
-        context.host.add(self.table)
-        self._ready_s = context.clock.monotonic_s()
-        owners[0].engine_ready()
-        for owner in owners[1:]:
-            self._serve(owner, self.table)
-        self.pace()  # the target may have changed while it loaded
-
-    def _serve(self, owner: VersionSlot, table: SequenceTable) -> None:
-        self._context.host.join(table, self._served(owner))
-        log.info("engine.joined", digest=owner.version.version_digest, versions=len(table.versions))
-        owner.engine_ready()
 
     def _served(self, owner: VersionSlot) -> ServedVersion:
         version = owner.version
         telemetry = self._context.telemetry.version(version.deployment)
-        return ServedVersion(version.version_digest, version.deployment, telemetry)
+        adapter = self._adapters.get(version.version_digest)
+        number = 0 if adapter is None else adapter.number
+        return ServedVersion(version.version_digest, version.deployment, telemetry, number)
+
+    def _has_adapter(self, owner: VersionSlot, process: RunningEngine) -> bool:
+        """Whether the owner's adapter is loaded; if it was not requested, request it with its memory."""
+        digest, folder = owner.version.version_digest, owner.files.folder
+        if (adapter := self._adapters.get(digest)) is not None:
+            return adapter.is_loaded
+        assert folder is not None, "an adapter without files"
+        others = sum(each.size_bytes for each in self._adapters.values())
+        try:
+            self.memory.adapt(others + owner.adapter_bytes)
+        except DoesNotFit as error:
+            self._refuse_adapter(owner, f"its {owner.adapter_bytes} bytes do not fit: {error.message}")
+            return False
+        number = next(self._numbers)
+        self._adapters[digest] = _Adapter(number, owner.adapter_bytes)
+        process.send(LoadAdapter(number, str(folder)))
+        return False
+
+    def _on_adapter(self, event: AdapterLoaded | AdapterRefused) -> None:
+        found = [digest for digest, each in self._adapters.items() if each.number == event.adapter]
+        if not found or self._loaded is None:  # its version has left
+            return
+        if isinstance(event, AdapterLoaded):
+            self._adapters[found[0]].is_loaded = True
+        else:
+            self._drop_adapter(found[0])
+            self._refuse_adapter(self._owners[found[0]], event.message)
+        self._serve_loading(self._loaded)
+
+    def _refuse_adapter(self, owner: VersionSlot, message: str) -> None:
+        """End one version; the engine goes on if another one is here."""
+        owner.adapter_refused(message)
+        self._context.supervisor.spawn(f"refuse-{owner.digest[:19]}", self.leave(owner))
+
+    def _drop_adapter(self, digest: str) -> None:
+        """Free the version's adapter, if it has one here. Its sequences were cancelled."""
+        if (adapter := self._adapters.pop(digest, None)) is not None and self._process is not None:
+            self._process.send(DropAdapter(adapter.number))
+            self.memory.adapt(sum(each.size_bytes for each in self._adapters.values()))
 
     def _has_memory(self, event: Ready, process: RunningEngine) -> bool:
         """Record the memory that the engine took; stop an engine that took more than is free."""
@@ -352,7 +432,8 @@ class VersionEngine:
             self._context.woke()  # other versions may wait for the freed memory
 
     def _on_exit(self, exit_: EngineExit) -> None:
-        self._process = None
+        self._process = self._loaded = None
+        self._adapters.clear()
         table, self.table = self.table, None
         ran_s = 0.0
         crashed_in: frozenset[str] = frozenset()  # the versions of the step that ran

@@ -12,17 +12,20 @@ from typing import Final, Protocol
 import msgspec
 
 from fairway.formats import version_files
+from fairway.formats.adapter import adapter_bytes, parse_adapter
 from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import parse_config
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
 from fairway.formats.safetensors import tensors_of
 from fairway.formats.weights import weight_files
 from services.core.errors import FailedPrecondition
+from services.core.manifest import Manifest
 from services.core.records import AssignedVersion
 from services.core.rollouts.computation import READ
 from services.ports.clock import Clock
 from services.ports.registry import TextCheck
 from services.worker.detokenizer import Vocabulary, load_vocabulary
-from services.worker.engine.load.config import names_in, read_part
+from services.worker.engine.load.config import names_in, read_json, read_part
 from services.worker.engine_protocol import EngineConfig
 
 CHECK_COUNTS_S: Final = 10.0  # a start within this time after the check of its files needs no new check
@@ -44,6 +47,8 @@ class ModelSource(Protocol):
     async def max_context_tokens(self, model: str, digest: str) -> int: ...
 
     async def kind(self, model: str, digest: str) -> str: ...
+
+    async def readable(self, model: str, digest: str) -> Manifest: ...
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str: ...
 
@@ -87,6 +92,9 @@ class LocalFiles(Protocol):
 
     async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
         """Return the bytes of the weights in a folder of the version. Raises FailedPrecondition."""
+
+    async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        """Return the memory of the version's adapter, 0 where it is none. Raises FailedPrecondition."""
 
 
 class VersionFiles:
@@ -162,6 +170,12 @@ class VersionFiles:
     async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
         return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
+    async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        manifest = await self._source.readable(self._version.model, self._version.version_digest)
+        if not manifest.base_digest:
+            return 0
+        return await asyncio.to_thread(bytes_of_adapter, folder, bytes_per_value)
+
 
 def without_weights(path: str) -> bool:
     """Return whether a null engine needs the file."""
@@ -200,6 +214,15 @@ def limited(config: EngineConfig, limits: EngineLimits, *, max_context_tokens: i
         speculation=limits.speculation or config.speculation,
         draft_model_dir="" if limits.speculation else config.draft_model_dir,
     )
+
+
+def bytes_of_adapter(folder: Path, bytes_per_value: int) -> int:
+    """Return the memory of the adapter. Blocks for I/O. Raises FailedPrecondition."""
+    try:
+        adapter, base = (read_json(folder / name) for name in (version_files.ADAPTER_CONFIG, "config.json"))
+        return adapter_bytes(parse_adapter(adapter), parse_config(base), bytes_per_value)
+    except UnsupportedModel as exc:
+        raise FailedPrecondition(f"the adapter: {exc}") from exc
 
 
 def _contents_of(folder: Path) -> dict[str, bytes]:

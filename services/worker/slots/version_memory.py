@@ -103,6 +103,17 @@ class VersionMemory:
         )
         self._engine, self._stays = engine, "resize" not in engine.capabilities
 
+    def adapt(self, adapter_bytes: int) -> None:
+        """Grant so many bytes to the adapters of the running engine together. Raises DoesNotFit."""
+        grant, engine = self.granted, self._engine
+        if grant is not None and engine is not None:
+            self._ledger.settle(
+                self._owner,
+                weight_bytes=engine.weight_bytes + adapter_bytes,
+                working_bytes=grant.working_bytes,
+                kv_bytes=grant.kv_bytes,
+            )
+
     def stay(self) -> None:
         """Keep the present size until the engine ends: it cannot be resized."""
         self._stays = True

@@ -105,6 +105,7 @@ class VersionSlot:
         self.memory_comes = False
         self.failures = Failures(context.settings, context.clock)
         self.files = context.files(version)
+        self.adapter_bytes = 0  # memory of its adapter; 0: it is none, or its files were not read
         self._drain_until_s = 0.0
         self._idle_since_s = 0.0
         self._phase_s = context.clock.monotonic_s()
@@ -252,6 +253,8 @@ class VersionSlot:
         vocabulary = await self.files.vocabulary(folder)
         shares = self.version.executor != "null"  # a null engine has no memory to share
         computation = await self.files.computation(folder) if shares else ""
+        if shares:  # a null engine computes nothing that an adapter could change
+            self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
         engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
         self.engine = engine
@@ -260,9 +263,13 @@ class VersionSlot:
                 await engine.start(await self._config(folder), vocabulary)
 
     def _name_of(self, computation: str) -> str:
-        """Return the name of its engine: only versions of one model share one."""
+        """Return the name of its engine: versions of one executor, model of weights and computation share."""
         executor, *sizes = self.version.engine
-        return f"{executor} {sizes} {self.version.model} {computation}"
+        return f"{executor} {sizes} {computation}"
+
+    @property
+    def _bytes_per_value(self) -> int:
+        return 4 if self._context.settings.dtype == "float32" else 2
 
     async def _start_batcher(self, folder: Path) -> None:
         if self.version.executor in ("null", "vllm"):
@@ -270,7 +277,7 @@ class VersionSlot:
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
-        weights = await self.files.weight_bytes(folder, 4 if settings.dtype == "float32" else 2)
+        weights = await self.files.weight_bytes(folder, self._bytes_per_value)
         grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
         self._context.woke()  # other loads may wait for this grant
         config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
@@ -291,12 +298,11 @@ class VersionSlot:
         memory_bytes = 0
         draft: Path | None = None
         if self.version.executor != "null":  # a null engine allocates nothing
-            bytes_per_value = 4 if settings.dtype == "float32" else 2
-            weights = await self.files.weight_bytes(folder, bytes_per_value)
+            weights = await self.files.weight_bytes(folder, self._bytes_per_value)
             if settings.speculation == "draft" and self.version.executor != "vllm":
                 draft = await asyncio.to_thread(draft_of, folder)
             if draft is not None:
-                weights += await self.files.weight_bytes(draft, bytes_per_value)
+                weights += await self.files.weight_bytes(draft, self._bytes_per_value)
             memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
             self._context.woke()  # other loads may wait for this grant
         config = settings.config(
@@ -331,6 +337,10 @@ class VersionSlot:
         self.probed = True
         self.failures.passed()
         self._enter(VersionPhase.READY)
+
+    def adapter_refused(self, message: str) -> None:
+        """The engine goes on without the version."""
+        self._break("ADAPTER_REFUSED", message, failed=True)
 
     def engine_ended(
         self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE

@@ -48,6 +48,7 @@ class ServedVersion:
     version_digest: str
     model: str = ""  # the deployment
     telemetry: VersionTelemetry | None = None
+    adapter: int = 0  # number of its adapter in the engine; 0: it is the base's computation
 
 
 class ServedVersions:
@@ -89,6 +90,9 @@ class ServedVersions:
         assert len(self._versions) > 1, "an engine without a version"
         del self._versions[version_digest]
 
+    def adapter_of(self, version_digest: str) -> int:
+        return self._versions[version_digest].adapter
+
     def model_of(self, version_digest: str) -> str:
         return self._versions[version_digest].model
 
@@ -99,8 +103,8 @@ class ServedVersions:
             telemetry.ended(sequence, reason)
 
 
-def submit_command(sequence: WorkerSequence) -> wire.Submit:
-    """Return the engine's command for a start."""
+def submit_command(sequence: WorkerSequence, adapter: int = 0) -> wire.Submit:
+    """Return the engine's command for a start, with the number of its version's adapter."""
     spec = sequence.spec
     generation = spec.generation
     return wire.Submit(
@@ -116,6 +120,7 @@ def submit_command(sequence: WorkerSequence) -> wire.Submit:
         apart_tokens=spec.apart_tokens,
         embed=spec.embed,
         scored_tokens=spec.scored_tokens,
+        adapter=adapter,
     )
 
 
@@ -298,7 +303,8 @@ class SequenceTable:
         """
         sequence = self._new_sequence(outbox, handle, spec)
         resumed_text = sequence.text.resume(spec.produced_ids, spec.delivered_chars)
-        if not sequence.text.stop and not self._send(submit_command(sequence)):
+        adapter = self.versions.adapter_of(sequence.version_digest)
+        if not sequence.text.stop and not self._send(submit_command(sequence, adapter)):
             return False
         self._last_number = sequence.number
         self._live[sequence.number] = sequence

@@ -23,6 +23,7 @@ from services.core.arms import SliReceipt, SliReport
 from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.core.fixed_cost.rows import RawTensor, RowsRequest
 from services.core.generation import Constraint, Principal
+from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
@@ -457,6 +458,9 @@ class _BundledFiles:
 
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         return _MODEL_FILES
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        return Manifest(())
 
     def pin(self, folder: Path) -> None: ...
 

@@ -48,7 +48,7 @@ async def test_publish_register_fetch(registry: Registry, folder: Path, tmp_path
     assert entry is not None
     contents = {name: (path / name).read_bytes() for name in READ if (path / name).exists()}
     computation = await models.computation("tiny", first.digest, contents=contents)
-    assert load(entry.value, VersionRecord).computation == computation, "the planner has what workers compute"
+    assert load(entry.value, VersionRecord).engine == computation, "the planner has what workers compute"
 
 
 async def test_folder_that_may_not_be_a_version_is_refused_before_anything_is_uploaded(

@@ -27,6 +27,7 @@ from services.core.generation import (
     StartSpec,
     TokenLogprobs,
 )
+from services.core.manifest import Manifest
 from services.core.records import (
     ASSIGNMENTS,
     WORKERS,
@@ -113,6 +114,9 @@ class FolderSource:
 
     async def kind(self, model: str, digest: str) -> str:
         return self.version_kind
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        return Manifest(())
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         return self.computations.get(digest, "")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     TENANTS,
@@ -91,6 +92,9 @@ class LocalFiles:
     async def fetch(self, model: str, digest: str, *, only: Callable[[str], bool] | None = None) -> Path:
         self.fetched.append((model, digest))
         return self.of_version.get(digest, self.folder)
+
+    async def readable(self, model: str, digest: str) -> Manifest:
+        return Manifest(())
 
     def pin(self, folder: Path) -> None:
         self.pins += 1

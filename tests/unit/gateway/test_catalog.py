@@ -258,6 +258,9 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
                 raise IntegrityError("a chunk is damaged")
             return await self.good.fetch(*args, **kwargs)  # type: ignore[no-any-return]
 
+        async def readable(self, *args: Any) -> Any:
+            return await self.good.readable(*args)
+
         def pin(self, folder: Path) -> None: ...
 
         def unpin(self, folder: Path) -> None: ...

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from services.adapters.memory.store import MemoryStore
-from services.core.errors import DeadlineExceeded, IntegrityError, ModelNotFound, StoreUnavailable
-from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of
+from services.core.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    IntegrityError,
+    InvalidInput,
+    ModelNotFound,
+    StoreUnavailable,
+)
+from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of, weights_digest_of
 from services.ports.store import Committed, ConditionFailed
 from services.registry import service as module
 from services.registry.service import RegistryService
@@ -103,3 +111,37 @@ async def test_damaged_manifest_is_never_returned() -> None:
     blobs._blobs[record.digest] = blobs._blobs[record.digest].replace(b"causal-lm", b"fixed-lm!")
     with pytest.raises(IntegrityError):
         await service.get_version("m", record.digest)
+
+
+async def stored(service: RegistryService, files: dict[str, bytes], **fields: object) -> Manifest:
+    """Upload the files; return the manifest of a version with them."""
+    found = []
+    for path, data in sorted(files.items()):
+        digest = sha256_of(data)
+        await service.upload(digest, len(data), pieces(data))
+        found.append(ManifestFile(path, len(data), digest, (digest,)))
+    weights = weights_digest_of(found)
+    return Manifest(tuple(found), weights_digest=weights, **fields)  # type: ignore[arg-type]
+
+
+async def test_an_adapter_holds_its_base_and_shares_its_engine() -> None:
+    service = RegistryService(MemoryStore(CLOCK), MemoryBlobs(), CLOCK)
+    weights = len(b"{}").to_bytes(8, "little") + b"{}"
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights}
+    base, _ = await service.create_version("chat", await stored(service, {"config.json": b"{}"}))
+    fields = {"schema": 3, "base_model": "chat", "base_digest": base.digest}
+    adapter = await stored(service, files, **fields)
+    with pytest.raises(ModelNotFound):
+        await service.create_version("mine", replace(adapter, base_model="other"))
+    made, created = await service.create_version("mine", adapter)
+    assert created
+    assert made.engine == base.engine
+    with pytest.raises(InvalidInput, match="is an adapter"):
+        of_adapter = replace(adapter, base_model="mine", base_digest=made.digest)
+        await service.create_version("mine", of_adapter)
+    with pytest.raises(FailedPrecondition, match="the adapter mine"):
+        await service.delete_version("chat", base.digest)
+    await service.delete_version("mine", made.digest)
+    await service.delete_version("chat", base.digest)
+    with pytest.raises(ModelNotFound):
+        await service.create_version("mine", adapter)

@@ -75,7 +75,13 @@ from services.gateway.faces.responses.routes import ResponsesCalls, ResponsesFac
 from services.gateway.faces.sockets.face import PATH as SOCKET_PATH
 from services.gateway.faces.sockets.face import SocketFace, SocketRules
 from services.gateway.faces.transport.event_ids import AnswerPosition, event_id_of
-from services.gateway.faces.transport.event_stream import CACHE_HIT, REPLAYED, EventStream, degraded_header
+from services.gateway.faces.transport.event_stream import (
+    CACHE_HIT,
+    REPLAYED,
+    EventStream,
+    degraded_header,
+    weights_headers,
+)
 from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
@@ -333,7 +339,8 @@ class OpenAiFace:
         degraded = [found for one in completions for found in one.accepted.degradations]
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
-        for header in rate_headers(completions[-1].accepted):
+        accepted = completions[-1].accepted
+        for header in (*weights_headers(accepted), *rate_headers(accepted)):
             exchange.reply.add_header(*header)
         steps = whole_body(request, completions, exchange.received, int(self._clock.unix_s()))
         body = await self._answers.run(exchange.caller.tenant_id, steps)

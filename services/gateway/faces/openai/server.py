@@ -65,6 +65,8 @@ _EXPOSED: Final = (
     "x-client-request-id",
     "x-should-retry",
     "x-fairway-cache",
+    "x-fairway-weights",
+    "x-fairway-base",
     "idempotent-replayed",
     "x-fairway-degraded",
     *(

@@ -161,7 +161,13 @@ class EventStream:
 def answer_headers(accepted: Accepted) -> list[Header]:
     """Return what an acceptance states in addition to the answer."""
     cached = [CACHE_HIT] if accepted.cached else []
-    return [*difference_headers(accepted), *cached, *rate_headers(accepted)]
+    return [*difference_headers(accepted), *cached, *weights_headers(accepted), *rate_headers(accepted)]
+
+
+def weights_headers(accepted: Accepted) -> list[Header]:
+    """Return the digest of the weights, and of the base that an adapter changes, where they are known."""
+    named = ((b"x-fairway-weights", accepted.weights_digest), (b"x-fairway-base", accepted.base_digest))
+    return [(name, digest.encode()) for name, digest in named if digest]
 
 
 def difference_headers(accepted: Accepted) -> list[Header]:

@@ -84,6 +84,15 @@ class Product:
         """See ``Projection``; the residual is changed in place."""
         return self.into(x, residual, add=True)
 
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Gated``."""
+        return Product(self._weight, self._bias, gated=False)(x)
+
+    def combine(self, both: torch.Tensor) -> torch.Tensor:
+        """See ``Gated``. The identity of both sides is one product as any other."""
+        identity = torch.eye(both.shape[1], dtype=both.dtype, device=both.device)
+        return Product(identity, None, gated=True)(both)
+
     def into(self, x: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """Return ``out`` [rows, columns], of any type, which was written or added to."""
         x, weight, tile, rows = x.contiguous(), self._weight, self._tile, len(x)

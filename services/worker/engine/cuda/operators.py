@@ -74,7 +74,12 @@ class _Gated:
         self._both = both
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        both = self._both(x)
+        return self.combine(self.both(x))
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self._both(x)
+
+    def combine(self, both: torch.Tensor) -> torch.Tensor:
         rows, width = both.shape[0], both.shape[1] // 2
         out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
         programs = -(-width // GATE_COLUMNS)

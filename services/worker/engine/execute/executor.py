@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from services.ports.grammars import Bits
@@ -157,6 +158,19 @@ class Executor(Protocol):
 
     def resize(self, blocks: int) -> None:
         """Do what ``Runner.resize`` does; every batch was collected."""
+
+
+class Adapters(Protocol):
+    """The LoRA adapters that an executor computes sequences with, by ``SequenceState.adapter``."""
+
+    def load(self, adapter: int, folder: Path) -> int:
+        """Compute sequences with this adapter from now on; return the bytes that it takes.
+
+        Raises one of ``unsupported.REFUSALS``, or MemoryError.
+        """
+
+    def drop(self, adapter: int) -> None:
+        """Free an adapter. No later batch has a sequence with it. Idempotent."""
 
 
 def unknown_token(row: int) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.weights import EMBEDDING, HEAD
+from services.worker.engine.execute.adapters import AdaptedRows, AdapterSet
 from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Projection
 from services.worker.engine.execute.rope import Rope
@@ -59,8 +60,18 @@ class Hidden:
 class Decoder:
     """Computes logits. Holds no state of any sequence: the attention backend has the KV."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, rope: Rope, attention: Attention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        rope: Rope,
+        attention: Attention,
+        adapters: AdapterSet | None = None,
+    ) -> None:
+        """``adapters`` change the rows that they name for the present step."""
         self._config = config
+        self._adapters = adapters
         self._weights = weights
         self._rope = rope
         self._attention = attention
@@ -86,16 +97,22 @@ class Decoder:
         cos, sin = self._rope.cos_sin(positions, prompt_tokens)
         x = F.embedding(tokens.to(device, non_blocking=True), self._weights.embedding)
         last = len(self._weights.layers) - 1
+        adapted = [] if self._adapters is None else self._adapters.rows()
         for index, layer in enumerate(self._weights.layers):
-            attended = self._attend(index, layer, norm(x, layer.input_norm), cos, sin)
+            qkv = self._qkv(index, layer, norm(x, layer.input_norm), adapted)
+            heads = self._operators.heads(qkv, layer.head_norms, cos, sin)
+            attended = self._attention.attend(index, *heads)
             if index == last and (len(rows) < len(x) or rows is not logit_rows):
                 # All KV is written: from here on only these rows are of use.
                 if not len(rows):
                     return x.new_empty((0, self._config.vocab_size), dtype=torch.float32)
                 chosen = rows.to(device, non_blocking=True)
                 x, attended = x.index_select(0, chosen), attended.index_select(0, chosen)
+                adapted = [] if self._adapters is None else self._adapters.rows(rows)
             x = layer.output.add_to(x, attended)
-            x = layer.down.add_to(x, layer.gate_up(norm(x, layer.mlp_norm)))
+            for each in adapted:
+                each.add(index, "output", x, attended)
+            x = self._with_mlp(index, layer, x, adapted)
         x = norm(x, self._weights.norm)
         if hidden is not None:
             hidden.values, hidden.of_others = x[:count], x[count:]
@@ -107,12 +124,23 @@ class Decoder:
         """Return float32 logits [rows, vocabulary] of hidden states after the final norm."""
         return self._weights.head(hidden).float()
 
-    def _attend(
-        self, index: int, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    def _qkv(self, index: int, layer: Layer, x: torch.Tensor, adapted: list[AdaptedRows]) -> torch.Tensor:
+        qkv = layer.qkv(x)
+        for each in adapted:
+            each.add(index, "qkv", qkv, x)
+        return qkv.view(len(x), self._config.heads + 2 * self._config.kv_heads, self._config.head_dim)
+
+    def _with_mlp(
+        self, index: int, layer: Layer, residual: torch.Tensor, adapted: list[AdaptedRows]
     ) -> torch.Tensor:
-        heads = self._config.heads + 2 * self._config.kv_heads
-        qkv = layer.qkv(x).view(len(x), heads, self._config.head_dim)
-        return self._attention.attend(index, *self._operators.heads(qkv, layer.head_norms, cos, sin))
+        x = self._operators.norm(residual, layer.mlp_norm)
+        inner = layer.gate_up(x)
+        for each in adapted:
+            each.gate(index, layer.gate_up, inner, x)
+        residual = layer.down.add_to(residual, inner)
+        for each in adapted:
+            each.add(index, "down", residual, inner)
+        return residual
 
 
 def load_weights(

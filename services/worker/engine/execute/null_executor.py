@@ -6,6 +6,7 @@ It stands in for a device of known speed wherever the platform around the engine
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,17 @@ from services.worker.engine.execute.executor import Batch, Samples, blank_scores
 from services.worker.engine_protocol import SampledLogprobs
 
 STRIDE = 7919  # a prime, so that the tokens of a stream differ from one position to the next
+
+
+class NullAdapters:
+    """Implements ``Adapters``: without a model an adapter changes nothing."""
+
+    def load(self, adapter: int, folder: Path) -> int:
+        """See ``Adapters``."""
+        return 0
+
+    def drop(self, adapter: int) -> None:
+        """See ``Adapters``."""
 
 
 class NullExecutor:

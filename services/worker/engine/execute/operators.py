@@ -37,6 +37,12 @@ class Gated(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return silu(gate(x)) * up(x), [rows, inner], for x [rows, in]."""
 
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gate(x) and up(x) beside each other, [rows, 2 * inner]."""
+
+    def combine(self, both: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up, [rows, inner], of what ``both`` returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
@@ -105,7 +111,13 @@ class _Gated:
         self._both = both
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._both(x).chunk(2, dim=-1)
+        return self.combine(self.both(x))
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self._both(x)
+
+    def combine(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 

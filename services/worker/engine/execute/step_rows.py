@@ -59,7 +59,7 @@ class Span:
 
 
 class Spans(Sequence[Span]):
-    """The spans of a step, in row order; decodes first.
+    """The spans of a step, in row order; decodes first. ``sequences`` are theirs.
 
     ``first_rows``, ``rows`` and ``lengths`` [spans] are int64. ``tables`` [spans, blocks] int32 are the block
     tables, wide enough for every ``lengths``; entries beyond a span's own blocks are any block. All of it is
@@ -73,10 +73,10 @@ class Spans(Sequence[Span]):
         self.rows = rows
         self.lengths = lengths
         self.tables = tables
-        self._sequences = sequences
+        self.sequences = sequences
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     @overload
     def __getitem__(self, index: int) -> Span: ...
@@ -85,7 +85,7 @@ class Spans(Sequence[Span]):
     def __getitem__(self, index: int | slice) -> Span | list[Span]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
-        sequence = self._sequences[index]
+        sequence = self.sequences[index]
         return Span(
             int(self.first_rows[index]),
             int(self.rows[index]),

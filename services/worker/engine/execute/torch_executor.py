@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
+from services.worker.engine.execute.adapters import AdapterSet
 from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
@@ -153,9 +154,11 @@ class TorchExecutor:
         rule_out: RuleOut = torch_rule_out,
         rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
         runs_ahead: bool = False,
+        adapters: AdapterSet | None = None,
     ) -> None:
         """``rebuild`` makes decoder and attention again where their buffers depend on the pool's size; with
-        true it also makes what is otherwise made at its first use."""
+        true it also makes what is otherwise made at its first use. ``adapters`` are those of the decoder."""
+        self.adapters = adapters
         self.runs_ahead = runs_ahead
         self._rebuild = rebuild
         self._decoder = decoder
@@ -235,6 +238,8 @@ class TorchExecutor:
 
     def _logits(self, rows: StepRows, hidden: Hidden | None = None) -> torch.Tensor:
         self._attention.begin(rows.spans, torch.from_numpy(rows.slots))
+        if self.adapters is not None:
+            self.adapters.begin(rows.spans)
         return self._decoder.forward(
             self._known(rows),
             torch.from_numpy(rows.positions),

@@ -25,8 +25,8 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.ports.grammars import Grammars, TokenizerUnusable
 from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Batch, Executor, Inline, PrefillChunk
-from services.worker.engine.execute.null_executor import NullExecutor
+from services.worker.engine.execute.executor import Adapters, Batch, Executor, Inline, PrefillChunk
+from services.worker.engine.execute.null_executor import NullAdapters, NullExecutor
 from services.worker.engine.load.canary import is_exact
 from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
@@ -182,7 +182,7 @@ def load(
         raise BadEngineConfig(
             "only vLLM's workers share a model: tensor_parallel and pipeline_parallel are its own"
         )
-    executor, ready, stop_ids, draft = _loaded(config, report)
+    executor, ready, stop_ids, draft, adapters = _loaded(config, report)
     if around is not None:
         executor = around(executor)
     report("warm_up", 0.0)
@@ -198,20 +198,23 @@ def load(
     speculation = _speculation(config, draft)
     page = StepPage.open(Path(config.step_page_path), config.max_sequences) if config.step_page_path else None
     constraints = _constraints(config, ready, stop_ids)
-    engine = _engine(executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints)
+    engine = _engine(
+        executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints, adapters
+    )
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s, capabilities=promised)
 
 
 def _loaded(
     config: EngineConfig, report: Report
-) -> tuple[Executor, Ready, frozenset[int], DraftModel | None]:
+) -> tuple[Executor, Ready, frozenset[int], DraftModel | None, Adapters | None]:
     match config.executor:
         case "null":
-            return (*_load_null(config), None)
+            return (*_load_null(config), None, NullAdapters())
         case "vllm":
-            return (*_load_vllm(config, report), None)
+            return (*_load_vllm(config, report), None, None)
         case _:
-            return _load_measured(config, report)
+            executor, ready, stop_ids, draft = _load_measured(config, report)
+            return executor, ready, stop_ids, draft, executor.adapters
 
 
 def _load_vllm(config: EngineConfig, report: Report) -> tuple[Executor, Ready, frozenset[int]]:
@@ -318,6 +321,7 @@ def _engine(
     cache: PrefixCache | None = None,
     page: StepPage | None = None,
     constraints: Constraints | None = None,
+    adapters: Adapters | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -331,6 +335,7 @@ def _engine(
         speculation=speculation,
         page=page,
         constraints=constraints,
+        adapters=adapters,
     )
 
 

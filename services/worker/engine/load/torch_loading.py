@@ -13,6 +13,7 @@ from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.weights import decoder_layout
 from services.runtime.process.folders import cache_folder, keep_newest, name_folder
 from services.worker.engine.cuda import backend as cuda_backend
+from services.worker.engine.execute.adapters import AdapterSet
 from services.worker.engine.execute.attention import Attention, TorchAttention
 from services.worker.engine.execute.kv_cache import KvCache, kv_shape
 from services.worker.engine.execute.model import Decoder, Weights, load_weights
@@ -122,10 +123,13 @@ def executor_of(
         first = ready.kv_blocks_total if blocks is None else blocks
         cache = _pool(model, operators, config, ready, blocks=first, has_kernels=has_kernels)
 
+    # A graph would have to be captured for each adapter: CUDA's kernels serve none.
+    adapters = None if device.type != "cpu" else AdapterSet(model, operators, dtype)
+
     def build(warm: bool) -> tuple[Forward, Attention]:
         with torch.inference_mode():
             attention = _attention(model, operators, config, cache, has_kernels=has_kernels)
-            decoder: Forward = Decoder(model, weights, rope=rope, attention=attention)
+            decoder: Forward = Decoder(model, weights, rope=rope, attention=attention, adapters=adapters)
             if has_kernels:
                 decoder = cuda_backend.graphed(decoder, attention, model, config, device, warm=warm)
         return decoder, attention
@@ -137,6 +141,7 @@ def executor_of(
         rule_out=operators.rule_out if isinstance(operators, NativeOperators) else torch_rule_out,
         rebuild=build,
         runs_ahead=device.type == "cuda",
+        adapters=adapters,
     )
 
 

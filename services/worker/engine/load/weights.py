@@ -20,6 +20,20 @@ from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine.unsupported import BadCheckpoint
 
 
+def owned_tensor(file: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of an open file, converted, that the caller owns. Raises BadCheckpoint."""
+    try:
+        stored: torch.Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{name} cannot be read") from error
+    # A copy: a file that is overwritten in place must not change a loaded model.
+    owned = stored.to(dtype, copy=True)
+    least, most = torch.aminmax(owned)  # both are NaN where any is
+    if not (least.isfinite() and most.isfinite()):
+        raise BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
+    return owned
+
+
 class Checkpoint:
     """The open files of one model. A context manager: the files are mapped while it is open."""
 
@@ -48,16 +62,7 @@ class Checkpoint:
 
     def tensor(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor that the caller owns, in its checked shape, converted to ``dtype``."""
-        try:
-            stored: torch.Tensor = self._sources[name].get_tensor(name)
-        except SafetensorError as error:
-            raise BadCheckpoint(f"{name} cannot be read") from error
-        # A copy: a file that is overwritten in place must not change a loaded model.
-        owned = stored.to(dtype, copy=True)
-        least, most = torch.aminmax(owned)  # both are NaN where any is
-        if not (least.isfinite() and most.isfinite()):
-            raise BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
-        return owned
+        return owned_tensor(self._sources[name], name, dtype)
 
     def _open(self, path: Path) -> Any:
         try:

@@ -13,6 +13,7 @@ from ctypes import byref
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 
 from services.worker.engine.execute.executor import RuledRows
 from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
@@ -133,22 +134,25 @@ class _Packed:
         self._bias = None if bias is None else bias.contiguous()
         self._owner = owner
 
-    def run(self, x: torch.Tensor, out: torch.Tensor | None, epilogue: int) -> torch.Tensor:
-        """Return ``out`` [rows, columns], added to, or a new tensor."""
+    def run(
+        self, x: torch.Tensor, out: torch.Tensor | None, epilogue: int, *, packed: int = 0
+    ) -> torch.Tensor:
+        """Return ``out`` [rows, columns], added to, or a new tensor. ``packed``: instead so many columns as
+        they lie in the panels, without the bias."""
         x = x.contiguous()
-        rows = len(x)
+        rows, columns = len(x), packed or self._columns
         if out is None:
-            out = x.new_empty((rows, self._columns))
+            out = x.new_empty((rows, columns))
         call = LinearCall(
             x=x.data_ptr(),
             x_stride=self._k,
             weight=self._weight.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            bias=None if self._bias is None or packed else self._bias.data_ptr(),
             out=out.data_ptr(),
-            out_stride=self._columns,
+            out_stride=columns,
             scratch=self._owner.scratch.pointer(rows * self._k),
             rows=rows,
-            columns=self._columns,
+            columns=columns,
             k=self._k,
             epilogue=epilogue,
             threads=self._owner.threads,
@@ -166,8 +170,27 @@ class _Linear(_Packed):
 
 
 class _Gated(_Packed):
+    """A panel of the packed weight has LANES columns of the gate beside LANES of the other."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(x, None, GATE)
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        rows, inner = len(x), self._columns
+        panels = -(-inner // LANES)
+        sums = self.run(x, None, STORE, packed=panels * PANEL)
+        sides = sums.view(rows, panels, 2, LANES).transpose(1, 2).reshape(rows, 2, panels * LANES)
+        both = sides[:, :, :inner].reshape(rows, 2 * inner)
+        return both if self._bias is None else both + self._bias
+
+    def combine(self, both: torch.Tensor) -> torch.Tensor:
+        rows, inner = len(both), self._columns
+        panels = -(-inner // LANES)
+        sides = F.pad(both.view(rows, 2, inner), (0, panels * LANES - inner)).view(rows, 2, panels, LANES)
+        rows_of_panels = sides.transpose(1, 2).reshape(rows * panels, PANEL)
+        # The gate of an identity is that of the panels, by the same instructions as any other.
+        identity = _Gated(self._owner, torch.eye(PANEL, dtype=both.dtype), None, gated=True)
+        return identity(rows_of_panels).view(rows, panels * LANES)[:, :inner].contiguous()
 
 
 HUGE_PAGE: Final = 2 * 1024 * 1024  # bytes, on x86-64, and on ARM with pages of 4 KiB

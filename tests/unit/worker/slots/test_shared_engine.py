@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from tokenizers import Tokenizer
@@ -32,6 +32,7 @@ from services.worker.telemetry import WorkerTelemetry
 from tests.support.clocks import HandClock
 from tests.support.kept_usage import KeptUsage
 from tests.support.model_folder import write_sparse
+from tests.support.waiting import until
 from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
 
@@ -77,7 +78,10 @@ class Files:
 
     template_fault = ""
 
-    def __init__(self, folder: Path, computation: str, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, folder: Path, computation: str, vocabulary: Vocabulary, adapter_bytes: int = 0
+    ) -> None:
+        self._adapter_bytes = adapter_bytes
         self.folder: Path | None = folder
         self.error: FailedPrecondition | None = None
         self._computation, self._vocabulary = computation, vocabulary
@@ -103,6 +107,9 @@ class Files:
     async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
         return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
+    async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
+        return self._adapter_bytes
+
     async def limited(self, config: wire.EngineConfig, folder: Path) -> wire.EngineConfig:
         if self.error is not None:
             raise self.error
@@ -116,6 +123,7 @@ class Rig:
     byte_level: Tokenizer
     folder: Path
     computations: dict[str, str] = field(default_factory=lambda: dict.fromkeys((FIRST, SECOND), "same"))
+    adapters: dict[str, int] = field(default_factory=dict)  # sizes by version
     engines: list[ScriptedEngine] = field(default_factory=list)
     usage: KeptUsage = field(default_factory=KeptUsage)
     clock: HandClock = field(default_factory=HandClock)
@@ -142,7 +150,9 @@ class Rig:
     def files(self, version: AssignedVersion) -> Files:
         vocabulary = ByteLevelVocabulary(self.byte_level)
         digest = version.version_digest
-        return Files(self.folder, self.computations.get(digest, digest), vocabulary)
+        model = "chat" if digest in self.adapters else version.model
+        computation = f"{model} {self.computations.get(digest, digest)}"
+        return Files(self.folder, computation, vocabulary, self.adapters.get(digest, 0))
 
     def launch(self, config: wire.EngineConfig, events: EngineEvents) -> ScriptedEngine:
         self.engines.append(ScriptedEngine(config, events))
@@ -386,3 +396,92 @@ async def test_a_crash_during_the_probe_fails_every_version_of_the_engine(rig: R
     assert [slot.restarts for slot in slots] == [0, 0]
     await rig.supervisor.close()
     rig.check_integrity()
+
+
+ADAPTER_BYTES = 3 * MIB
+
+
+def commands(engine: ScriptedEngine, kind: type[wire.Command]) -> list[Any]:
+    return [command for command in engine.sent if isinstance(command, kind)]
+
+
+async def test_adapters_of_any_model_join_the_engine_of_their_base(
+    rig: Rig, bench: Bench, reader: Reader
+) -> None:
+    rig.adapters = dict.fromkeys((SECOND, THIRD), ADAPTER_BYTES)
+    rig.computations[THIRD] = "same"
+    base, one, other = rig.slot(FIRST), rig.slot(SECOND, model="mine"), rig.slot(THIRD, model="yours")
+    engine = await rig.ready(base)
+    free = rig.ledger.free_bytes
+    await rig.load(one, other)
+    assert len(rig.engines) == 1
+    assert rig.ledger.free_bytes == free - 2 * ADAPTER_BYTES
+    loads = commands(engine, wire.LoadAdapter)
+    assert [load.adapter for load in loads] == [1, 2]
+    assert not rig.host.takes(SECOND)
+    engine.events.on_adapter(wire.AdapterLoaded(2, ADAPTER_BYTES))
+    assert (one.phase, other.phase) == (VersionPhase.LOADING, VersionPhase.READY)
+    engine.events.on_adapter(wire.AdapterLoaded(1, ADAPTER_BYTES))
+    assert one.phase is VersionPhase.READY
+    for number, digest in enumerate((FIRST, SECOND, THIRD), 1):
+        reader.stream.start(number, of(bench.spec(), digest))
+    assert [submit.adapter for submit in commands(engine, wire.Submit)] == [0, 1, 2]
+    await one.stop()
+    assert commands(engine, wire.DropAdapter) == [wire.DropAdapter(1)]
+    assert isinstance(engine.sent[-1], wire.DropAdapter)  # after the cancel of its sequences
+    assert rig.ledger.free_bytes == free - ADAPTER_BYTES
+    again = rig.slot(SECOND)
+    await rig.load(again)
+    assert commands(engine, wire.LoadAdapter)[-1].adapter == 3
+    rig.check_integrity()
+
+
+async def test_a_refused_adapter_breaks_its_version_alone(rig: Rig) -> None:
+    rig.adapters = {SECOND: ADAPTER_BYTES, THIRD: 1000 * MIB}
+    rig.computations[THIRD] = "same"
+    base, refused, large = (rig.slot(digest) for digest in (FIRST, SECOND, THIRD))
+    engine = await rig.ready(base)
+    free = rig.ledger.free_bytes
+    await rig.load(refused, large)
+    engine.events.on_adapter(wire.AdapterRefused(1, "its r is 0"))
+    for slot, message in ((refused, "its r is 0"), (large, "do not fit")):
+        assert (slot.phase, slot.failures.reason) == (VersionPhase.BROKEN, "ADAPTER_REFUSED")
+        assert message in slot.message
+    assert base.phase is VersionPhase.READY
+    await until(lambda: rig.ledger.free_bytes == free)
+    assert not engine.ended
+
+
+async def test_an_adapter_without_a_deployed_base_starts_its_engine_and_a_crash_brings_all_back(
+    rig: Rig,
+) -> None:
+    rig.adapters = {FIRST: ADAPTER_BYTES, SECOND: ADAPTER_BYTES}
+    one, other = rig.slot(FIRST), rig.slot(SECOND)
+    await rig.load(one, other)
+    for number in range(2):
+        engine = rig.engines[number]
+        engine.events.on_ready(READY)
+        assert rig.host.table(FIRST) is None
+        for load in commands(engine, wire.LoadAdapter):
+            engine.events.on_adapter(wire.AdapterLoaded(load.adapter, ADAPTER_BYTES))
+        assert (one.phase, other.phase) == (VersionPhase.READY, VersionPhase.READY)
+        assert len(rig.engines) == number + 1
+        if not number:
+            engine.crash()
+            assert one.phase is VersionPhase.BROKEN
+            await rig.load(one, other)
+    rig.check_integrity()
+
+
+async def test_a_refused_adapter_that_was_alone_ends_the_engine(rig: Rig) -> None:
+    rig.adapters = {FIRST: ADAPTER_BYTES}
+    slot = rig.slot(FIRST)
+    await rig.load(slot)
+    engine = rig.engines[0]
+    engine.events.on_ready(READY)
+    engine.events.on_adapter(wire.AdapterRefused(1, "no"))
+    await until(lambda: engine.ended)
+    assert slot.phase is VersionPhase.BROKEN
+    assert slot.failures.reason == "ADAPTER_REFUSED"
+    await slot.stop()
+    assert rig.ledger.free_bytes == rig.ledger.total_bytes

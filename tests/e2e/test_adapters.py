@@ -1,0 +1,65 @@
+"""A base and its adapters on a whole installation: one engine process, and answers of each its own."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import write_adapter
+from tests.support.stack import ROOT, Stack, fairway, kill
+
+BUNDLED = ROOT / "models" / "tiny" / "checkpoint"
+ENGINE = "services.worker.engine.process"
+
+# An installation of its own is started; the limit only catches what hangs.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Stack]:
+    state = tmp_path_factory.mktemp("adapters") / "state"
+    with Stack.started(state, workers=1, replicas=1, settings={"FAIRWAY_SHEDDING": "false"}) as running:
+        yield running
+
+
+def answer(stack: Stack, model: str) -> Any:
+    body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
+    headers = {"authorization": f"Bearer {stack.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as found:
+        return json.loads(found.read()) | {"headers": dict(found.headers)}
+
+
+def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path: Path) -> None:
+    state = ("--state-dir", str(stack.state))
+    digests = {}
+    for seed, name in enumerate(("mine", "yours")):
+        folder = write_adapter(tmp_path / name, BUNDLED, seed=seed)
+        options = ("--name", name, "--base", f"{stack.model}@latest", *state)
+        digests[name] = fairway("models", "publish", str(folder), *options).stdout.strip()
+        fairway("deployments", "create", name, "--wait", *state)
+    engines = stack.pids(ENGINE)
+    assert len(engines) == 1
+    before = {name: answer(stack, name) for name in (stack.model, *digests)}
+    assert len({found["choices"][0]["text"] for found in before.values()}) == 3
+    for name, digest in digests.items():
+        assert before[name]["system_fingerprint"] == "fp_" + digest.removeprefix("sha256:")[:12]
+    base = json.loads(fairway("models", "show", stack.model, "-o", "json", *state).stdout)
+    shown = json.loads(fairway("models", "show", "mine", "-o", "json", *state).stdout)
+    assert shown["manifest"]["base_digest"] == base["digest"]
+    weights = base["manifest"]["weights_digest"]
+    assert {found["headers"]["x-fairway-weights"] for found in before.values()} == {weights}
+    bases = {name: found["headers"].get("x-fairway-base", "") for name, found in before.items()}
+    assert bases == dict.fromkeys(digests, base["digest"]) | {stack.model: ""}
+    kill(engines[0])
+    for name, found in before.items():
+        assert answer(stack, name)["choices"] == found["choices"]
+    assert len(stack.pids(ENGINE)) == 1
+    for name in digests:
+        fairway("deployments", "delete", name, "--yes", *state)
+    assert answer(stack, stack.model)["choices"] == before[stack.model]["choices"]
