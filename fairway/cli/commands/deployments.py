@@ -108,7 +108,7 @@ def _engine(deployment: cp.Deployment) -> str:
     return deployment.executor + ("" if sizes == (1, 1) else f" {sizes[0]}x{sizes[1]}")
 
 
-def _promises(deployment: cp.Deployment) -> str:
+def _capabilities(deployment: cp.Deployment) -> str:
     """Return what every replica that serves promises."""
     serving = [one for one in deployment.status.replicas if one.state == worker_pb2.VERSION_STATE_READY]
     common = set[str].intersection(*(set(one.capabilities) for one in serving)) if serving else set()
@@ -125,7 +125,7 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
         Column("message", lambda deployment: deployment.status.message, least=40),
         Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
         Column("executor", _engine, wide=True),
-        Column("promises", _promises, wide=True),
+        Column("promises", _capabilities, wide=True),
         Column("priority", lambda deployment: priority(deployment.priority), wide=True),
         Column(
             "selector",

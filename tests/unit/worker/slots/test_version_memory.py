@@ -20,9 +20,7 @@ def memory_of(ledger: MemoryLedger, owner: str = "v1") -> VersionMemory:
 
 def ready(blocks: int, *, working_mib: int = 10) -> Ready:
     working, resizes = working_mib * MIB, frozenset[Capability]({"resize"})
-    return Ready(
-        blocks, 16, 160, 100, BLOCK, 20 * MIB, working_bytes=working, capabilities=resizes
-    )
+    return Ready(blocks, 16, 160, 100, BLOCK, 20 * MIB, working_bytes=working, capabilities=resizes)
 
 
 def running(ledger: MemoryLedger, blocks: int = 64) -> VersionMemory:
