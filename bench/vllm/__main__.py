@@ -1,11 +1,13 @@
 """vLLM behind Fairway beside bare ``vllm serve``, in turns on the same cores: ``make bench-vllm``.
 
 32 streams of OpenAI completions at once, through gateway, scheduler and worker with ``executor: vllm`` and
-from ``vllm serve`` of the same environment: float32, eager, blocks of 32, prefix caches on, sequences and threads
-alike. ``tokens_per_s_vs_bare`` is the median of the pairs' ratios, ``added_ttft_p50_ms`` the median by which
-one request alone gets its first token later; both are of the model where they are worse. The other figures are of
-the engine process: streams cut at a drawn token and resumed in company, families against transformers, two
-ranks against one, and how long an engine runs on without one of its ranks. The last line is ``RESULT {json}``.
+from ``vllm serve`` of the same environment: float32, eager, blocks of 32, prefix caches on, sequences and
+threads alike. ``tokens_per_s_vs_bare`` is the median of the pairs' ratios, ``added_ttft_p50_ms`` the median
+by which one request alone gets its first token later; both are of the model where they are worse. The other
+figures are of the engine process: streams cut at a drawn token and resumed in company, families against
+transformers, two ranks against one, and how long an engine runs on without one of its ranks.
+
+The last line is ``RESULT {json}``, with the figures of the ``--parts`` that ran.
 """
 
 from __future__ import annotations

@@ -423,18 +423,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", choices=("torch", "vllm", "mixed"), default="torch")
     parser.add_argument("--vllm-dir", type=Path, default=VLLM_FOLDER, help="folder of vLLM's environment")
-    parser.add_argument("--streams", type=int, help="default: 300; with vLLM 60")
+    parser.add_argument("--streams", type=int, help="default: 300; with vLLM 200")
     parser.add_argument("--keys", type=int, help="default: 2000; with vLLM 200")
     parser.add_argument("--cancels", type=int, help="default: 20000; with vLLM 2000")
-    parser.add_argument("--kill-every-s", type=float, help="default: 2; with vLLM 15")
+    parser.add_argument("--kill-every-s", type=float, help="default: 2; with vLLM 10")
     parser.add_argument("--state-dir", default="", help="keep logs and state here; else they are removed")
     options = parser.parse_args(arguments)
     torch = options.engine == "torch"
     for name, ours, theirs in (
-        ("streams", 300, 60),
+        ("streams", 300, 200),
         ("keys", 2000, 200),
         ("cancels", 20_000, 2000),
-        ("kill_every_s", 2.0, 15.0),
+        ("kill_every_s", 2.0, 10.0),
     ):
         if getattr(options, name) is None:
             setattr(options, name, ours if torch else theirs)
