@@ -123,13 +123,19 @@ def _continued(model: Any, prompt: list[int]) -> list[int]:
 
 
 def _quantise(model: Any) -> dict[str, torch.Tensor]:
-    """Round the linear weights to eight bits in place; return them with their scales."""
+    """Round the linear weights to eight bits in place, and what they are given by token; return the weights."""
+
+    def rounded_input(_: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        scale = given[0].abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        return ((given[0] / scale).round() * scale,)
+
     tensors = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             scale = module.weight.data.abs().amax(1, keepdim=True) / 127
             rounded = (module.weight.data / scale).round().clamp(-128, 127)
             module.weight.data = rounded * scale
+            module.register_forward_pre_hook(rounded_input)
             tensors[f"{name}.weight"] = rounded.to(torch.int8)
             tensors[f"{name}.weight_scale"] = scale
     return tensors
