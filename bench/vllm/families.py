@@ -123,7 +123,7 @@ def _continued(model: Any, prompt: list[int]) -> list[int]:
 
 
 def _quantise(model: Any) -> dict[str, torch.Tensor]:
-    """Round the linear weights to eight bits in place, and what they are given by token; return the weights."""
+    """Round the linear weights to eight bits in place, and what they are given; return the weights."""
 
     def rounded_input(_: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         scale = given[0].abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
