@@ -50,12 +50,8 @@ FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "GptOssConfig",
         _ROUTED | {"num_local_experts": 4, "sliding_window": 32, "intermediate_size": 256},
     ),
-    # Where widths divide by 32 and the processor has AMX, vLLM's kernel for eight bits refuses float32.
-    "llama_int8": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {"head_dim": 64, "tie_word_embeddings": False, "hidden_size": 272, "intermediate_size": 528},
-    ),
+    # On a processor with AMX vLLM's kernel for eight bits refuses float32.
+    "llama_int8": ("LlamaForCausalLM", "LlamaConfig", {"head_dim": 64, "tie_word_embeddings": False}),
 }
 INT8: Final = {
     "quant_method": "compressed-tensors",
