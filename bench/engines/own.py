@@ -19,6 +19,7 @@ import msgspec
 
 from bench.engines.load import Request
 from bench.engines.runner import ROOT, Answer, RunnerFailed, pause, resume
+from fairway.engines.environment import engine_variables
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import prefix_chain
 from services.worker.engine_protocol import (
@@ -84,8 +85,13 @@ class OwnEngine:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, checkpoint: Path, config: EngineConfig = THROUGHPUT) -> Iterator[OwnEngine]:
-        """Load the checkpoint; the process is killed at the end. Raises RunnerFailed."""
+    def started(
+        cls, checkpoint: Path, config: EngineConfig = THROUGHPUT, *, python: str = sys.executable
+    ) -> Iterator[OwnEngine]:
+        """Load the checkpoint; the process is killed at the end. Raises RunnerFailed.
+
+        ``python``: the interpreter of the executor's environment.
+        """
         with contextlib.ExitStack() as undo:
             folder = undo.enter_context(tempfile.TemporaryDirectory())
             server = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -94,11 +100,15 @@ class OwnEngine:
             server.listen()
             server.settimeout(LOAD_S)
             config = msgspec.structs.replace(config, socket_path=path, model_dir=str(checkpoint))
-            engine = cls(_spawned(config, undo), undo.enter_context(server.accept()[0]), config)
+            engine = cls(_spawned(config, python, undo), undo.enter_context(server.accept()[0]), config)
             engine._wait_until_ready()
             with engine.resumed():
                 engine.generate([Request([0] * 32, 4)])
             yield engine
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def config(self) -> EngineConfig:
@@ -127,8 +137,11 @@ class OwnEngine:
             self.step()
         return streams
 
-    def submit(self, request: Request) -> Stream:
-        """Send a greedy request with unlimited credit; return its stream, which ``step`` fills."""
+    def submit(self, request: Request, *, produced: Sequence[int] = (), temperature: float = 0.0) -> Stream:
+        """Send a request with unlimited credit; return its stream, which ``step`` fills.
+
+        ``produced`` are tokens of its output that an earlier run has made.
+        """
         self._handles += 1
         names = prefix_chain(request.root, request.prompt) if request.root else ()
         stream = self._streams[self._handles] = Stream(time.perf_counter())
@@ -136,9 +149,10 @@ class OwnEngine:
             Submit(
                 self._handles,
                 Prompt(request.prompt, names, request.root),
-                Sampling(seed=0, temperature=0.0),
+                Sampling(seed=0, temperature=temperature),
                 OutputLimits(request.output_tokens, ignore_eos=True),
                 request.output_tokens,
+                produced_ids=produced,
             )
         )
         return stream
@@ -174,10 +188,11 @@ class OwnEngine:
         self._connection.sendall(encode(command))
 
 
-def _spawned(config: EngineConfig, undo: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "services.worker.engine.process"]
+def _spawned(config: EngineConfig, python: str, undo: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    command = [python, "-m", "services.worker.engine.process"]
     command += ["--config", msgspec.json.encode(config).decode()]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    env = os.environ if python == sys.executable else engine_variables()
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:
         os.killpg(process.pid, signal.SIGKILL)

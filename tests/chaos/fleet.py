@@ -210,6 +210,7 @@ class Fleet:
                 settings.append((name, variable, value))
             settings += [
                 (name, NAME_VARIABLE, name),
+                (name, "FAIRWAY_LABELS", f"name={name}"),
                 (name, "FAIRWAY_ETCD_ENDPOINTS", entries["etcd"]),
                 (name, "FAIRWAY_REDIS_URL", f"redis://{entries['redis']}/0"),
                 (name, "FAIRWAY_REGISTRY", entries["registry"]),
@@ -334,16 +335,41 @@ class Fleet:
         (spent,) = await self.limiter.spent(tenant, [Limit(LimitKind.MONTH_MICROS, METERED_MICROS)])
         return spent.settled_micros
 
-    async def meter(self, tenant: str) -> None:
-        """Price the bundled model at a micro-dollar per token, and give the tenant a budget that shows it."""
+    async def deploy_instead(self, deployments: Sequence[cp.Deployment]) -> None:
+        """Deploy these in place of the bundled model's deployment."""
         admin = metadata(self.admin_key)
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
-        name = self.options.model_name
-        found = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=15)
-        price = cp.Price(input_micros=10**6, cached_micros=10**6, output_micros=10**6)
-        found.deployment.price.CopyFrom(price)
-        changed = cp.UpdateDeploymentRequest(deployment=found.deployment)
-        await stub.UpdateDeployment(changed, metadata=admin, timeout=15)
+        bundled = cp.DeleteDeploymentRequest(name=self.options.model_name)
+        await stub.DeleteDeployment(bundled, metadata=admin, timeout=15)
+        for deployment in deployments:
+            created = cp.CreateDeploymentRequest(deployment=deployment)
+            await stub.CreateDeployment(created, metadata=admin, timeout=15)
+
+    async def unready(self, names: Sequence[str]) -> str:
+        """Return which deployments are not at their replicas, "" when all are."""
+        admin = metadata(self.admin_key)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
+        found = []
+        for name in names:
+            answer = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=5)
+            ready, wanted = answer.deployment.status.ready_replicas, answer.deployment.replicas
+            if ready != wanted:
+                found.append(f"{name} has {ready} of {wanted} replicas: {answer.deployment.status.message}")
+        return "; ".join(found)
+
+    async def meter(self, tenant: str, names: Sequence[str] = ()) -> None:
+        """Price deployments at a micro-dollar per token, and give the tenant a budget that shows it.
+
+        Without ``names`` it is that of the bundled model.
+        """
+        admin = metadata(self.admin_key)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
+        for name in names or (self.options.model_name,):
+            found = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=15)
+            price = cp.Price(input_micros=10**6, cached_micros=10**6, output_micros=10**6)
+            found.deployment.price.CopyFrom(price)
+            changed = cp.UpdateDeploymentRequest(deployment=found.deployment)
+            await stub.UpdateDeployment(changed, metadata=admin, timeout=15)
         budget = cp.Budget(metadata=cp.Metadata(name=tenant), tenant=tenant, limit_micros=METERED_MICROS)
         await stub.CreateBudget(cp.CreateBudgetRequest(budget=budget), metadata=admin, timeout=15)
 

@@ -11,6 +11,10 @@ Three parts on one fleet of three gateways and two workers, all drawn from ``--s
 
 Engines, workers and gateways are killed at random during the first two, which run side by side.
 
+With ``--engine vllm`` the model runs on vLLM in both workers; with ``--engine mixed`` on our engine in one
+and on vLLM in the other, as two deployments of a version that the requests take by turns. Engines are then
+also stopped without an end (SIGSTOP). One of vLLM takes 10 to 20 s to start: streams and kills are fewer.
+
 The last line is ``RESULT {json}``. Exits 0 when the ratios are 1 and nothing leaked.
 """
 
@@ -27,6 +31,7 @@ import json
 import logging
 import random
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,31 +41,37 @@ from typing import Final
 import grpc
 import structlog
 
+from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
-from tests.chaos.checker import Reference
+from services.runtime.process.shared_memory import SHARED, mapped_files
+from tests.chaos.checker import Reference, process_leaks
 from tests.chaos.driver import state_root, until
-from tests.chaos.faults import Kill, inject
+from tests.chaos.faults import Freeze, Kill, inject
 from tests.chaos.fleet import Fleet, Shape
 from tests.chaos.load import Client, make_specs, now_s, references
-from tests.support.stack import metadata
+from tests.support.stack import ROOT, metadata
 
 SHAPE: Final = Shape(workers=2, gateways=3)
-KILLED: Final = (
-    "engine:worker-0",
-    "engine:worker-1",
-    "worker-0",
-    "worker-1",
-    "gateway",
-    "gateway-1",
-    "gateway-2",
+KILLS: Final = (
+    Kill("engine:worker-0"),
+    Kill("engine:worker-1"),
+    Kill("worker-0"),
+    Kill("worker-1"),
+    Kill("gateway"),
+    Kill("gateway-1"),
+    Kill("gateway-2"),
 )
+HANGS: Final = (Freeze("engine:worker-0"), Freeze("engine:worker-1"))
+VLLM: Final = "fairway-tiny-vllm"
+VLLM_FOLDER: Final = ROOT / ".venv-vllm"
 STREAMS_AT_ONCE: Final = 24
 KEYS_AT_ONCE: Final = 24
 CANCELS_AT_ONCE: Final = 96
 GIVEN_UP_S: Final = 240.0
 RESTED_S: Final = 90.0
+STARTED_S: Final = 240.0  # of engines of vLLM
 _RETRIED_S: Final = 0.25
 
 
@@ -131,6 +142,8 @@ class Tally:
     cancels: int = 0
     leaked_blocks: int = 0
     leaked_slots: int = 0
+    leaked_processes: int = 0
+    leaked_segments: int = 0  # in shared memory
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -142,23 +155,35 @@ class Tally:
             "cancels": self.cancels,
             "leaked_blocks": self.leaked_blocks,
             "leaked_slots": self.leaked_slots,
+            "leaked_processes": self.leaked_processes,
+            "leaked_segments": self.leaked_segments,
         }
 
     @property
     def passed(self) -> bool:
         whole = self.identical == self.streams and self.charged_once == self.keys
-        return whole and not (self.leaked_blocks or self.leaked_slots or self.problems)
+        leaked = self.leaked_blocks, self.leaked_slots, self.leaked_processes, self.leaked_segments
+        return whole and not (any(leaked) or self.problems)
 
 
 class StreamDrill:
     """The three parts on one running fleet."""
 
-    def __init__(self, fleet: Fleet, client: Client, keys: Mapping[str, str], seed: int) -> None:
-        """``keys``: the API key of each part's tenant."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: Client,
+        keys: Mapping[str, str],
+        options: argparse.Namespace,
+        models: Sequence[str],
+    ) -> None:
+        """``keys``: the API key of each part's tenant. Requests take the ``models`` by turns."""
         self._fleet = fleet
         self._client = client
         self._keys = keys
-        self._rng = random.Random(seed)
+        self._models = models
+        self._faults = KILLS if options.engine == "torch" else KILLS + HANGS
+        self._rng = random.Random(options.seed)
         self._specs = make_specs()
         self.tally = Tally()
         self._expected = 0  # tokens that the tenant of the keys is charged
@@ -177,7 +202,7 @@ class StreamDrill:
                 await killing
         await self._whole()
 
-    async def streams(self, streams: int, undisturbed: Mapping[int, Reference]) -> None:
+    async def streams(self, streams: int, undisturbed: Mapping[str, Mapping[int, Reference]]) -> None:
         """Run the streams; compare their outputs."""
         clients = KeyedClients(self._client, self._keys["kills"])
         results = [KeyedResult(self._rng.randrange(len(self._specs))) for _ in range(streams)]
@@ -185,30 +210,33 @@ class StreamDrill:
 
         async def one(number: int, result: KeyedResult) -> None:
             async with turns:
-                generation = self._generation(result.spec, f"kills-{number}")
+                generation = self._generation(result.spec, number, f"kills-{number}")
                 await clients.finish(generation, result, number)
 
         await asyncio.gather(*(one(number, result) for number, result in enumerate(results)))
         self.tally.streams = streams
         for number, result in enumerate(results):
-            same = [ids for _, ids in result.outputs] == [undisturbed[result.spec].ids]
+            reference = undisturbed[self._model(number)][result.spec]
+            same = [ids for _, ids in result.outputs] == [reference.ids]
             self.tally.identical += same
             if not same or result.problems:
                 self.tally.problems.append(f"stream {number}: {result.problems or 'other tokens'}")
         print(f"kills: {streams} streams, {clients.retries} sent again", flush=True)
 
     async def _kill_forever(self, every_s: float) -> None:
-        kills = 0
+        done: Counter[str] = Counter()
         try:
             while True:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.5) * every_s)
-                target = self._rng.choice(KILLED)
+                fault = self._rng.choice(self._faults)
                 # What was killed just before may not run yet.
                 with suppress(grpc.aio.AioRpcError, FairwayError, KeyError, LookupError, ProcessLookupError):
-                    await inject(Kill(target), self._fleet)
-                    kills += 1
+                    await inject(fault, self._fleet)
+                    done[f"{type(fault).__name__} {fault.target}"] += 1
         finally:
-            print(f"kills: {kills} processes killed", flush=True)
+            print(
+                f"kills: {done.total()} processes killed or stopped: {dict(sorted(done.items()))}", flush=True
+            )
 
     # --- keys ----------------------------------------------------------------------------------------
 
@@ -221,7 +249,7 @@ class StreamDrill:
 
         async def one(number: int, result: KeyedResult) -> None:
             async with turns:
-                generation = self._generation(result.spec, f"keys-{number}", tokens=8)
+                generation = self._generation(result.spec, number, f"keys-{number}", tokens=8)
                 calls = (
                     clients.finish(generation, result, number + copy) for copy in range(duplicates[number])
                 )
@@ -269,7 +297,7 @@ class StreamDrill:
 
     async def _cancelled(self, number: int, stage: int, drawn: float) -> None:
         """Cancel at once (0), when accepted (1), at a token (2), or after a time (3)."""
-        generation = self._specs[number % len(self._specs)].generation(self._client.model)
+        generation = self._specs[number % len(self._specs)].generation(self._model(number))
         name = self._client.names[number % len(self._client.names)]
         call = self._client.stub(name).Generate(
             pb.GenerateRequest(generation=generation), metadata=metadata(self._keys["cancels"]), timeout=60
@@ -298,8 +326,10 @@ class StreamDrill:
             self.tally.leaked_slots = sum(
                 [await self._fleet.limiter.concurrency(tenant) for tenant in self._keys]
             )
+            leaks = process_leaks(self._fleet.found_processes(), self._fleet.expected_processes())
+            self.tally.leaked_processes = len(leaks)
             held = self.tally.leaked_blocks, self.tally.leaked_slots
-            return f"{held[0]} blocks and {held[1]} slots are held" if any(held) else ""
+            return f"{held[0]} blocks and {held[1]} slots are held; {leaks}" if any((*held, leaks)) else ""
 
         if missing := await until(free, RESTED_S):
             self.tally.problems.append(missing)
@@ -309,27 +339,35 @@ class StreamDrill:
 
         async def whole() -> str:
             absent = set(self._fleet.expected_processes()) - set(self._fleet.pids())
-            return f"{sorted(absent)} do not run" if absent else ""
+            return f"{sorted(absent)} do not run" if absent else await self._fleet.unready(self._models)
 
-        if missing := await until(whole, RESTED_S):
+        if missing := await until(whole, STARTED_S):
             self.tally.problems.append(missing)
         await asyncio.sleep(3.0)
 
-    def _generation(self, spec: int, key: str, tokens: int | None = None) -> pb.Generation:
-        generation = self._specs[spec].generation(self._client.model, tokens)
+    def _model(self, number: int) -> str:
+        return self._models[number % len(self._models)]
+
+    def _generation(self, spec: int, number: int, key: str, tokens: int | None = None) -> pb.Generation:
+        generation = self._specs[spec].generation(self._model(number), tokens)
         generation.idempotency_key = key
         return generation
 
 
 async def run(options: argparse.Namespace, root: Path) -> Tally:
-    async with Fleet.started(root, SHAPE) as fleet:
+    before = segments()
+    settings = {} if options.engine == "torch" else {"FAIRWAY_VLLM_DIR": str(options.vllm_dir.resolve())}
+    async with Fleet.started(root, SHAPE, settings=settings) as fleet:
+        models = await deploy(fleet, options.engine)
         keys = await fleet.create_tenants(["kills", "keys", "cancels", "reference"])
-        client = Client(fleet.gateways, fleet.options.model_name, timeout_s=GIVEN_UP_S)
+        client = Client(fleet.gateways, models[0], timeout_s=GIVEN_UP_S)
         try:
-            await fleet.meter("keys")
+            await fleet.meter("keys", models)
             await asyncio.sleep(2.0)  # the gateways receive the keys, the price and the budget
-            undisturbed = await references(client, make_specs(), keys["reference"])
-            drill = StreamDrill(fleet, client, keys, options.seed)
+            undisturbed = {}
+            for client.model in models:
+                undisturbed[client.model] = await references(client, make_specs(), keys["reference"])
+            drill = StreamDrill(fleet, client, keys, options, models)
             async with drill.killing(options.kill_every_s):
                 await asyncio.gather(drill.streams(options.streams, undisturbed), drill.keys(options.keys))
             await drill.charged()
@@ -337,18 +375,69 @@ async def run(options: argparse.Namespace, root: Path) -> Tally:
             await drill.rest()
         finally:
             await client.close()
-    return drill.tally
+    tally = drill.tally
+    if left := fleet.found_processes():
+        tally.leaked_processes += sum(left.values())
+        tally.problems.append(f"processes outlive the fleet: {left}")
+    if more := segments() - before:
+        tally.leaked_segments = len(more)
+        tally.problems.append(f"shared memory that nothing maps: {sorted(more)}")
+    return tally
+
+
+async def deploy(fleet: Fleet, engine: str) -> list[str]:
+    """Return the deployments that requests take, ready."""
+    model = fleet.options.model_name
+    if engine == "torch":
+        return [model]
+    vllm = cp.Deployment(
+        metadata=cp.Metadata(name=VLLM),
+        model=model,
+        version="latest",
+        replicas=SHAPE.workers,
+        executor="vllm",
+    )
+    own = cp.Deployment(
+        metadata=cp.Metadata(name=model), model=model, version="latest", replicas=1, executor="torch"
+    )
+    deployments = [vllm]
+    if engine == "mixed":  # a worker runs one executor of a version
+        vllm.replicas = 1
+        own.node_selector["name"], vllm.node_selector["name"] = fleet.addresses.worker_names
+        deployments = [own, vllm]
+    await fleet.deploy_instead(deployments)
+    names = [each.metadata.name for each in deployments]
+    if missing := await until(lambda: fleet.unready(names), STARTED_S):
+        raise RuntimeError(missing)
+    return names
+
+
+def segments() -> set[str]:
+    """Return what is in shared memory and mapped or held open by no process."""
+    mapped, _ = mapped_files(Path("/proc"), str(SHARED))
+    return {path.name for path in SHARED.iterdir() if str(path) not in mapped}
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make chaos-streams", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=300)
-    parser.add_argument("--keys", type=int, default=2000)
-    parser.add_argument("--cancels", type=int, default=20_000)
-    parser.add_argument("--kill-every-s", type=float, default=2.0)
+    parser.add_argument("--engine", choices=("torch", "vllm", "mixed"), default="torch")
+    parser.add_argument("--vllm-dir", type=Path, default=VLLM_FOLDER, help="folder of vLLM's environment")
+    parser.add_argument("--streams", type=int, help="default: 300; with vLLM 200")
+    parser.add_argument("--keys", type=int, help="default: 2000; with vLLM 200")
+    parser.add_argument("--cancels", type=int, help="default: 20000; with vLLM 2000")
+    parser.add_argument("--kill-every-s", type=float, help="default: 2; with vLLM 10")
     parser.add_argument("--state-dir", default="", help="keep logs and state here; else they are removed")
     options = parser.parse_args(arguments)
+    torch = options.engine == "torch"
+    for name, ours, theirs in (
+        ("streams", 300, 200),
+        ("keys", 2000, 200),
+        ("cancels", 20_000, 2000),
+        ("kill_every_s", 2.0, 10.0),
+    ):
+        if getattr(options, name) is None:
+            setattr(options, name, ours if torch else theirs)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with state_root(options.state_dir, "streams") as root:
         tally = asyncio.run(run(options, root))

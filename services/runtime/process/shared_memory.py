@@ -30,7 +30,7 @@ def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path(
                     found.add(path)
     if not found:
         return 0
-    mapped, is_whole = _mapped(processes, str(folder))
+    mapped, is_whole = mapped_files(processes, str(folder))
     removed = 0
     for path in found:
         if str(path) not in mapped and (is_whole or path.name.startswith(_RANKS)):
@@ -40,7 +40,7 @@ def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path(
     return removed
 
 
-def _mapped(processes: Path, folder: str) -> tuple[set[str], bool]:
+def mapped_files(processes: Path, folder: str) -> tuple[set[str], bool]:
     """Return the files below the folder that processes of this user map or hold open, and whether all could
     be read."""
     found: set[str] = set()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+import torch
 from msgspec import structs
 
 from services.worker.engine.execute.executor import Executor, Inline
@@ -101,7 +102,9 @@ def _arguments(config: EngineConfig) -> EngineArgs:
     if config.mode != "free":  # where KV is split, a result depends on what else is in the step
         os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     if config.threads:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // ranks))
+        threads = max(1, config.threads // ranks)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of ranks that start; torch is here already
+        torch.set_num_threads(threads)
     return EngineArgs(
         model=config.model_dir,
         load_format="safetensors",

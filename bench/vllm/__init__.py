@@ -1,0 +1,1 @@
+"""vLLM behind Fairway beside bare vLLM, and what the executor promises."""
