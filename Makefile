@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -84,7 +84,7 @@ verify: setup-dev e2e-env s3-env ## Everything that must hold before a change is
 
 checks: lint imports stubs-check types floor
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test vllm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills drill-update drill-crash drill-poison drill-rollouts drill-operators drill-batch sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -184,6 +184,13 @@ engine-oracle: setup-dev ## Compare the engine with transformers over drawn shap
 
 triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and compile them, without a GPU (minutes)
 	.venv-triton/bin/python -m pytest tests/triton $(ARGS)
+
+.venv-vllm/installed: setup-dev
+	$(BIN)/fairway engines install vllm --device cpu --dir .venv-vllm
+	@touch $@
+
+vllm-test: .venv-vllm/installed ## Run the contract of engines on vLLM, and its ranks; installs it in .venv-vllm (minutes, 3.5 GB)
+	FAIRWAY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/contract/engine tests/vllm -n 0 $(ARGS)
 
 minilm-test: minilm-env ## Compare a published embedding model with its package's own code (a minute)
 	.venv-minilm/bin/python -m pytest tests/minilm -n 0 $(ARGS)

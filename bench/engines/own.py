@@ -191,7 +191,7 @@ class OwnEngine:
 def _spawned(config: EngineConfig, python: str, undo: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     command = [python, "-m", "services.worker.engine.process"]
     command += ["--config", msgspec.json.encode(config).decode()]
-    env = os.environ if python == sys.executable else engine_variables()
+    env = os.environ if python == sys.executable else engine_variables(threads=config.threads)
     process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:

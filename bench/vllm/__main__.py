@@ -26,6 +26,7 @@ from typing import Final
 
 import structlog
 
+from bench.engines.runner import RunnerFailed
 from bench.vllm import promises
 from bench.vllm.served import TINY, Server, bare, larger, through_fairway
 from bench.vllm.streams import AT_ONCE, Asked, drawn, stream, together
@@ -146,7 +147,7 @@ def _families(options: argparse.Namespace) -> int:
     for name in options.families or FAMILIES:
         try:
             found = promises.family_equal(made(name, options.folder), _python(options))
-        except promises.RunnerFailed as error:
+        except RunnerFailed as error:
             print(f"  {name}: {error}", flush=True)
             continue
         print(f"  {name}: {'the same as transformers' if found else 'other tokens'}", flush=True)

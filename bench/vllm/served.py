@@ -88,14 +88,9 @@ def bare(checkpoint: Path, environment: Path, log: Path, *, threads: int) -> Ite
     }
     flags = ["--enforce-eager", "--enable-prefix-caching", "--disable-uvicorn-access-log"]
     given = [str(part) for pair in options.items() for part in pair]
-    variables = engine_variables() | {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-        "DO_NOT_TRACK": "1",
-    }
+    variables = engine_variables(threads=threads, splits_kv=True)
+    for own in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
+        del variables[own]  # a server alone has its own defaults
     # What `vllm serve` runs; that command finds no version of itself where the package is vllm-cpu.
     command = [str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
     with log.open("w") as file:

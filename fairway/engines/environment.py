@@ -64,9 +64,28 @@ def interpreter_of(folder: Path | None) -> Path | None:
     return python if os.access(python, os.X_OK) else None
 
 
-def engine_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of a process there: the product's packages, nothing else of this Python."""
+# What vLLM reads when it is imported: it sends nothing, fetches nothing, and leaves threads where they are.
+_VLLM: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def engine_variables(
+    environ: Mapping[str, str] | None = None, *, threads: int = 0, splits_kv: bool = False
+) -> dict[str, str]:
+    """Return the variables of a process there: the product's packages, nothing else of this Python.
+
+    ``threads``: of each rank; 0: torch's default. ``splits_kv``: attention on a CPU may split the KV of a
+    sequence by what else is in the step, so that results depend on it.
+    """
     found = os.environ if environ is None else environ
     kept = {name: value for name, value in found.items() if not name.startswith("PYTHON")}
     kept.pop("VIRTUAL_ENV", None)
-    return kept | {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1"}
+    own = {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1", "VLLM_CPU_ATTN_SPLIT_KV": str(int(splits_kv))}
+    return kept | _VLLM | own | ({"OMP_NUM_THREADS": str(threads)} if threads else {})

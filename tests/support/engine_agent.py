@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from fairway.engines.environment import engine_variables
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     EngineConfig,
@@ -44,13 +45,14 @@ class Agent:
         self.server.settimeout(PATIENCE_S)
         config = msgspec.structs.replace(config, socket_path=str(path))
         module = "tests.support.poisoned_engine" if poisoned else "services.worker.engine.process"
+        variables = engine_variables(threads=config.threads, splits_kv=config.mode == "free")
         command = [python, "-m", module, "--config"]
         self.log = folder / "stderr"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, msgspec.json.encode(config).decode()],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": str(ROOT)} if python == sys.executable else variables,
                 stderr=log,
                 start_new_session=True,
             )

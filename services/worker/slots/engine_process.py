@@ -402,7 +402,15 @@ class EngineProcess:
                 raise EngineNotInstalled(
                     f"vLLM is not installed in {self._vllm_dir}: run `fairway engines install vllm`"
                 )
-            python, env = str(found), engine_variables(env)
+            ranks = config.tensor_parallel * config.pipeline_parallel
+            python, env = (
+                str(found),
+                engine_variables(
+                    env,
+                    threads=max(1, config.threads // ranks) if config.threads else 0,
+                    splits_kv=config.mode == "free",
+                ),
+            )
         with log_pipe.write_end() as stderr:
             return subprocess.Popen(
                 [python, *self._command, "--config", msgspec.json.encode(config)],

@@ -1,6 +1,7 @@
 """From the process's configuration to vLLM's workers with a pool of the size that the memory allows.
 
 vLLM's own core is left out: its scheduler, its prefix cache and its output processing have no part in a step.
+What vLLM reads from the environment is set by whoever starts the process: ``fairway.engines``.
 """
 
 from __future__ import annotations
@@ -15,28 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
-import torch
 from msgspec import structs
-
-from services.worker.engine.execute.executor import Executor, Inline
-from services.worker.engine.execute.step_rows import Seats
-from services.worker.engine.load.config import eos_ids, read_json
-from services.worker.engine.load.loading import largest_batches, sized
-from services.worker.engine.load.memory_meter import own_bytes
-from services.worker.engine.unsupported import BadEngineConfig, LoadError
-from services.worker.engine_protocol import EngineConfig, Ready
-
-# What vLLM reads from the environment when it is imported. It sends nothing and fetches nothing.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_USE_V2_MODEL_RUNNER="0",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="WARNING",
-    HF_HUB_OFFLINE="1",
-    DO_NOT_TRACK="1",
-)
-
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -45,6 +25,13 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor import Executor as Ranks
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from services.worker.engine.execute.executor import Executor, Inline
+from services.worker.engine.execute.step_rows import Seats
+from services.worker.engine.load.config import eos_ids, read_json
+from services.worker.engine.load.loading import largest_batches, sized
+from services.worker.engine.load.memory_meter import own_bytes
+from services.worker.engine.unsupported import BadEngineConfig, LoadError
+from services.worker.engine_protocol import EngineConfig, Ready
 from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
 
 LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
@@ -99,12 +86,6 @@ def load_vllm(
 
 def _arguments(config: EngineConfig) -> EngineArgs:
     ranks = config.tensor_parallel * config.pipeline_parallel
-    if config.mode != "free":  # where KV is split, a result depends on what else is in the step
-        os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-    if config.threads:
-        threads = max(1, config.threads // ranks)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # of ranks that start; torch is here already
-        torch.set_num_threads(threads)
     return EngineArgs(
         model=config.model_dir,
         load_format="safetensors",

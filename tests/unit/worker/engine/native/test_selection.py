@@ -64,7 +64,7 @@ def test_an_agent_is_told_before_and_after_operators_are_made(folder: Path, libr
     load(config, lambda phase, ratio: told.append((phase, ratio)))
     assert [ratio for phase, ratio in told if phase == "operators"] == [0.0, 1.0]
     phases = list(dict.fromkeys(phase for phase, _ in told))
-    assert phases == ["import", "operators", "weights", "profile", "warm_up"]
+    assert phases == ["import", "operators", "weights", "profile", "warm_up", "canary"]
 
 
 def test_native_means_native(folder: Path, load_engine: Any, unusable: str) -> None:
