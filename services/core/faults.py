@@ -54,6 +54,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "FAILED_PRECONDITION": (Fault.OURS, "The operator repairs the named resource, such as a model version"),
     "INTEGRITY_ERROR": (Fault.OURS, "The operator restores the damaged bytes"),
     "DOES_NOT_FIT": (Fault.OURS, "The operator adds memory"),
+    "ENGINE_NOT_INSTALLED": (Fault.OURS, "The operator installs the engine"),
     "VERSION_GONE": (Fault.OURS, "Send the request again from the beginning"),
     "POISONED_INPUT": (
         Fault.OURS,

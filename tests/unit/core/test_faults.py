@@ -10,8 +10,9 @@ from scripts.reference import kinds
 from services.core.errors import FairwayError
 from services.core.faults import ERRORS, FINISHED, Fault, fault_of
 
-WITH_TORCH_OR_MAIN = (
+WITH_TORCH_OR_MAIN = (  # or vLLM
     "services.worker.engine.",
+    "services.worker.engines.",
     "services.worker.batcher.models.",
     "services.worker.batcher.measure",
     "services.worker.batcher.process",

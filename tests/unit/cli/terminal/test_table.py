@@ -138,7 +138,7 @@ def test_a_listing_fits(name: str, width: int, wide: bool) -> None:
 def test_digests_are_short_and_all_columns_stay_where_they_fit() -> None:
     columns, item = LISTINGS["versions"]
     header, row = lines_of(columns, [item], 120)
-    assert header.split() == ["DIGEST", "TAGS", "SIZE", "CREATED", "MODEL"]
+    assert header.split() == ["DIGEST", "TAGS", "SIZE", "SERVABLE", "BY", "CREATED", "MODEL"]
     assert row.startswith("0123456789ab  stable,v2  ")
 
 
