@@ -156,12 +156,15 @@ def _unlink_shared(ranks: Ranks) -> None:
 
     Who has mapped it keeps it. What a process leaves that is killed before, its agent removes.
     """
-    pids = [os.getpid(), *(worker.proc.pid for worker in getattr(ranks, "workers", ()))]
-    for pid in pids:
+    mapped: set[int] = set()
+    for pid in (os.getpid(), *(worker.proc.pid for worker in getattr(ranks, "workers", ()))):
         for line in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines():
-            if SHARED in line:
-                with contextlib.suppress(OSError):
-                    os.unlink(line[line.index(SHARED) :])
+            if SHARED in line:  # a semaphore is mapped by a name that it has lost, so inodes are compared
+                mapped.add(int(line.split(maxsplit=5)[4]))
+    for entry in os.scandir(SHARED):
+        if entry.inode() in mapped:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)
 
 
 def _watch(ranks: Ranks) -> None:
