@@ -80,9 +80,8 @@ class EngineSettings:
         settings = EngineConfig(
             socket_path="", model_dir=str(folder), executor=executor, memory_bytes=memory_bytes, **shared
         )
-        proposes = executor != "vllm"  # vLLM's workers verify nothing
         return structs.replace(
             settings,
-            speculation=speculation_of(self.speculation, draft) if proposes else "off",
+            speculation=speculation_of(self.speculation, draft),
             draft_model_dir="" if draft is None else str(draft),
         )

@@ -205,6 +205,13 @@ def test_stop_tokens_end_a_sequence_and_are_part_of_it(engine: Engine) -> None:
     assert output.finish == "stop"
 
 
+def test_proposals_change_no_token(engine: Engine, start_engine: StartEngine) -> None:
+    prompt = [*PROMPTS[0], *PROMPTS[0], *PROMPTS[0]]
+    proposing = start_engine(speculation="prompt_lookup")
+    for sampling in ({"temperature": 0.0}, {"seed": 3}):
+        assert proposing.alone(prompt, 24, **sampling) == engine.alone(prompt, 24, **sampling)
+
+
 def test_a_resize_is_answered_with_the_blocks_that_there_are(
     start_engine: StartEngine, executor: str
 ) -> None:

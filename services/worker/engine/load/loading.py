@@ -246,8 +246,8 @@ def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:
 
 
 def _speculation(config: EngineConfig, draft: DraftModel | None) -> Speculator | None:
-    """Return who proposes tokens."""
-    if config.speculation == "off":
+    """Return who proposes tokens. vLLM's workers verify none, whoever wished for it."""
+    if config.speculation == "off" or config.executor == "vllm":
         return None
     proposer: Proposer = PromptLookup(max_sequences=config.max_sequences) if draft is None else draft
     policy = SpeculationPolicy(most_tokens=config.max_proposals)
