@@ -170,7 +170,7 @@ class Accepted:
     replayed: bool = False
     # How the served request differs from the requested one.
     degradations: tuple[Degradation, ...] = ()
-    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
 

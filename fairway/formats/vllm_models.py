@@ -77,9 +77,7 @@ def require_vllm_config(fields: Mapping[str, Any]) -> int:
         _require_quantised(architecture, fields.get("quantization_config"))
         return parse_config(plain).vocab_size
     if fields.get("quantization_config") is not None:
-        raise BadWeights(
-            f"quantization_config: {architecture} with quantised weights is not proved with vLLM"
-        )
+        raise BadWeights(_UNPROVED.format(architecture))
     if fields.get("model_type", PROVED[architecture]) != PROVED[architecture]:
         raise UnsupportedModel("model_type", fields["model_type"])
     for name in (*_SIZES, *_EXPERTS.get(architecture, ())):
@@ -149,9 +147,7 @@ def _require_quantised(architecture: str, config: object) -> None:
     if not isinstance(config, dict):
         raise UnsupportedModel("quantization_config", type(config).__name__)
     if architecture not in QUANTISED:
-        raise BadWeights(
-            f"quantization_config: {architecture} with quantised weights is not proved with vLLM"
-        )
+        raise BadWeights(_UNPROVED.format(architecture))
     method = config.get("quant_method")
     if method in ("gptq", "awq"):
         if config.get("bits", config.get("w_bit")) != 4:

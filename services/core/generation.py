@@ -152,7 +152,7 @@ class GenerationSpec:
     form: OutputForm | None = None  # form by which the gateway splits its outputs; None: it does not
     constrained_form: OutputForm | None = None  # form of calls in outputs that are not split
     continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
-    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
     @property

@@ -36,7 +36,7 @@ from fairway.formats.version_files import (
 from services.core.errors import IntegrityError, InvalidInput
 
 SCHEMA: Final = 2
-ADAPTER_SCHEMA: Final = 3  # that of adapters alone: other versions keep their digests
+ADAPTER_SCHEMA: Final = 3  # schema of adapters; other versions keep their digests
 _SCHEMAS: Final = (1, SCHEMA, ADAPTER_SCHEMA)  # versions of schema 1 keep their digests
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 MAX_FILES: Final = 4096
@@ -94,8 +94,8 @@ class Manifest:
     schema: int = SCHEMA
     weights_digest: str = ""
     engine_limits_digest: str = ""
-    base_model: str = ""  # of an adapter: the model of its base
-    base_digest: str = ""  # of an adapter: the version that it changes
+    base_model: str = ""  # model of an adapter's base; empty: no adapter
+    base_digest: str = ""  # version that an adapter changes; empty: no adapter
 
     @property
     def size_bytes(self) -> int:

@@ -345,8 +345,8 @@ class AssignedVersion:
     itl_target_s: float = 0.0
     # Of the model's traffic when the version was assigned: it is probed with them before it is READY.
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)
-    tensor_parallel: int = 1  # as of its deployment
-    pipeline_parallel: int = 1  # as of its deployment
+    tensor_parallel: int = 1  # devices that share each layer
+    pipeline_parallel: int = 1  # groups of devices that follow each other
 
     @property
     def engine(self) -> tuple[str, int, int]:
@@ -405,7 +405,7 @@ class Worker:
     draining: bool = False
     versions: tuple[LoadedVersion, ...] = ()
     memory_free_bytes: int = 0
-    devices: int = 1  # of its kind, one group: as many ranks as an engine may have
+    devices: int = 1  # devices of its kind in one group: the most ranks of an engine
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
         """Return the observed state of an assigned version; None until the worker reports it."""
@@ -493,8 +493,8 @@ class VersionRecord:
     computation: str = ""
     # By executor, why it does not serve the version; an empty text: it does. Empty: nothing was checked.
     engine_problems: dict[str, str] = field(default_factory=dict)
-    base_model: str = ""  # of an adapter: the model of its base
-    base_digest: str = ""  # of an adapter: the version that it changes
+    base_model: str = ""  # model of an adapter's base; empty: no adapter
+    base_digest: str = ""  # version that an adapter changes; empty: no adapter
 
     @property
     def engine(self) -> str:

@@ -106,7 +106,7 @@ class Accepted:
     degradations: tuple[Degradation, ...] = ()
     # How its outputs are split into parts; None: they are not.
     form: OutputForm | None = None
-    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
 

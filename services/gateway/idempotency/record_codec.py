@@ -50,7 +50,7 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     form: OutputForm | None = None
     # Of calls in outputs that are not split.
     constrained_form: OutputForm | None = None
-    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
 

@@ -94,7 +94,7 @@ class TextModel:
     marks: tuple[MarkToken, ...] = ()
     # Ends of a prompt that open the reasoning of a form: the text that opens it, and token ids.
     openings: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    weights_digest: str = ""  # of the weights; of an adapter those of its base
+    weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
 
     @property

@@ -32,7 +32,7 @@ class WorkerIdentity:
     device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
-    devices: int = 1  # of this kind, as one group
+    devices: int = 1  # devices of this kind in one group
     lease_ttl_s: int = 5  # lifetime of the registration's lease
     # Workers of one device type are expected to be equally fast.
     device_type: str = ""

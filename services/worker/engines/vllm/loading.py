@@ -176,7 +176,9 @@ def _watch(ranks: Ranks) -> None:
     atexit.register(stopping.set)  # runs before vLLM ends its ranks, since it is registered after that
 
     def wait() -> None:
-        from services.worker.engine.process import EngineExitCode  # that module loads this one
+        from services.worker.engine.process import (
+            EngineExitCode,
+        )  # imported late, because that module loads this one
 
         multiprocessing.connection.wait([process.sentinel for process in processes])
         if not stopping.is_set():
