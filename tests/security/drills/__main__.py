@@ -111,7 +111,7 @@ class Drills:
         row.growth_mib = max((mib - before_mib.get(name, 0.0) for name, mib in grown.items()), default=0.0)
         if not attack.ends and not (await canaries.serve(_HEAL_S) and await installation.healthy(_HEAL_S)):
             found.wrong.append(f"not every face serves again {_HEAL_S:g} s after the attack")
-        if attack.stores:
+        if attack.stores and not attack.ends:
             await self._rebase()
         self._total.rows.append(row)
         say(line(row))

@@ -153,17 +153,33 @@ def _share_test(
 
     The standard error is the one halfway between the observed and the tolerated share, which makes the tail
     of a rare event normal (Anscombe 1948: 2 (sqrt(p) - sqrt(q)) has an almost constant variance). It is at
-    least that of independent samples: a share that has not occurred yet is not known to be 0.
+    least that of independent samples: a share that has not occurred yet is not known to be 0. A baseline with
+    almost no events does not show how they cluster; the candidate's do.
     """
     tolerated = min(0.5, expected + margin)
     binomial = tolerated * (1 - tolerated)
     halfway = ((1 + math.sqrt(tolerated / other.value)) / 2) ** 2 if other.value else 1.0
-    variance = max(base.variance, expected * (1 - expected) / base.total) + max(
-        halfway * other.variance, binomial / other.total
-    )
+    unseen = _design_effect(other) if base.hit < _MIN_EVENT_CLUSTERS else 1.0
+    of_base = unseen * expected * (1 - expected) / base.total
+    fewer = _lower_tail(base.value * base.total / unseen, expected * base.total / unseen)
+    variance = max(base.variance, fewer * of_base) + max(halfway * other.variance, binomial / other.total)
     statistic = (other.value - base.value - margin) / math.sqrt(variance)
     tuned = min(variance, _variance_without(base, other, margin))
     return _normal(statistic, _freedom(base, other)), _information(tuned, effect)
+
+
+def _lower_tail(events: float, expected: float) -> float:
+    """Return the factor of a Poisson variance that gives its lower tail the normal deviate of that tail.
+
+    The cube root of a gamma variable is almost normal (Wilson, Hilferty 1931), and at most n events are as
+    probable as a gamma variable of shape n + 1 above the expected number. Without it, no event where 15 are
+    expected would count as 3.9 standard errors; it is as improbable as 4.9.
+    """
+    shape = events + 1
+    deviate = 3 * math.sqrt(shape) * ((expected / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
+    if events >= expected or deviate <= 0:
+        return 1.0
+    return min(1.0, (expected - events) ** 2 / (expected * deviate**2))
 
 
 def _variance_without(base: _Ratio, other: _Ratio, margin: float) -> float:
