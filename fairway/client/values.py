@@ -172,6 +172,7 @@ class Accepted:
     degradations: tuple[Degradation, ...] = ()
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
+    exact: bool = False  # promise of all ready replicas: neither company nor a move changes the output
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,6 +456,7 @@ class Accepted(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -470,6 +471,10 @@ class Accepted(_message.Message):
     """Of the version's weights; where the version is an adapter, those of its base."""
     base_digest: _builtins.str
     """The version that an adapter changes. Empty: the version is no adapter."""
+    exact: _builtins.bool
+    """Every replica of the version that is ready promises, by a trial at its start, that an output depends
+    neither on the company of its request nor on a move to another worker.
+    """
     @_builtins.property
     def degradations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Degradation]:
         """Empty: it is served as it was asked for."""
@@ -488,10 +493,11 @@ class Accepted(_message.Message):
         cached: _builtins.bool = ...,
         weights_digest: _builtins.str = ...,
         base_digest: _builtins.str = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "exact", b"exact", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

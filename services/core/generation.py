@@ -154,6 +154,9 @@ class GenerationSpec:
     continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
+    exact: bool = (
+        False  # promise of all replicas that are ready: neither company nor a move changes the output
+    )
 
     @property
     def scored_tokens(self) -> int:

@@ -75,6 +75,7 @@ class Route:
     arm: str = ""
     # The rollout's step, where chance decided the arm.
     step: str = ""
+    exact: bool = False  # promise of all replicas that are ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +399,7 @@ class ModelCatalog:
             version_digest=deployment.version_digest,
             route_revision=mod_revision,
             ready_replicas=known.replicas if deployment.replicas else 0,
+            exact=0 < known.replicas == known.exact,
             failure=known.failure if failed else None,
         )
 
@@ -430,6 +432,7 @@ class _Ready:
 
     model: str = ""
     replicas: int = 0
+    exact: int = 0  # replicas whose engines promise exact outputs
     max_model_len: int = 0
     may_serve: int = 0
     failed: int = 0
@@ -439,7 +442,11 @@ class _Ready:
         if version.state in (VersionState.READY, VersionState.RETIRING):
             longest = max(self.max_model_len, version.max_model_len)
             return replace(
-                self, replicas=self.replicas + 1, max_model_len=longest, may_serve=self.may_serve + 1
+                self,
+                replicas=self.replicas + 1,
+                exact=self.exact + ("exact" in version.capabilities),
+                max_model_len=longest,
+                may_serve=self.may_serve + 1,
             )
         if version.state is not VersionState.FAILED:
             return replace(self, may_serve=self.may_serve + (version.state is not VersionState.DRAINING))

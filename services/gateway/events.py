@@ -108,6 +108,9 @@ class Accepted:
     form: OutputForm | None = None
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
+    exact: bool = (
+        False  # promise of all replicas that are ready: neither company nor a move changes the output
+    )
 
 
 @dataclass(slots=True)

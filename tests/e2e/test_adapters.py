@@ -54,6 +54,7 @@ def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path:
     assert shown["manifest"]["base_digest"] == base["digest"]
     weights = base["manifest"]["weights_digest"]
     assert {found["headers"]["x-fairway-weights"] for found in before.values()} == {weights}
+    assert {found["headers"]["x-fairway-exact"] for found in before.values()} == {"true"}
     bases = {name: found["headers"].get("x-fairway-base", "") for name, found in before.items()}
     assert bases == dict.fromkeys(digests, base["digest"]) | {stack.model: ""}
     kill(engines[0])

@@ -105,6 +105,7 @@ class Sequences:
             form=spec.form,
             weights_digest=spec.weights_digest,
             base_digest=spec.base_digest,
+            exact=spec.exact,
         )
 
 

@@ -211,6 +211,7 @@ class Validator:
             continues_prompt=generation.WhichOneof("input") != "chat" and limits.max_tokens > 0,
             weights_digest=model.weights_digest,
             base_digest=model.base_digest,
+            exact=route.exact,
         )
 
     def check_count(

@@ -124,6 +124,7 @@ _GENERATION: Final = Mirror(
         "step",
         "weights_digest",
         "base_digest",
+        "exact",
         "form",
         "constrained_form",
     ),

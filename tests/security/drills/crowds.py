@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 
 from services.runtime.clock import SystemClock
 from tests.security.drills.http import connected, post
-from tests.security.drills.judge import Found
+from tests.security.drills.judge import CROWD_GAP_S, Found
 from tests.security.drills.target import Attack, Gateway, Target
 
 SOCKETS: Final = 60
@@ -114,6 +114,20 @@ async def unread_streams(target: Target) -> Found:
 
 
 CROWDS: Final = (
-    Attack("sockets", "3,840 streams on 60 WebSockets", "canaries go on", sockets, limit_s=60),
-    Attack("unread-streams", "1,900 streams of one gateway, unread", "canaries go on", unread_streams, 60),
+    Attack(
+        "sockets",
+        "3,840 streams on 60 WebSockets",
+        "canaries go on",
+        sockets,
+        limit_s=60,
+        max_gap_s=CROWD_GAP_S,
+    ),
+    Attack(
+        "unread-streams",
+        "1,900 streams of one gateway, unread",
+        "canaries go on",
+        unread_streams,
+        60,
+        max_gap_s=CROWD_GAP_S,
+    ),
 )

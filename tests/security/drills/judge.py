@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MAX_GAP_S: Final = 1.0
+# The same while thousands of clients use the processors of the roles; what is aimed at is MAX_GAP_S.
+CROWD_GAP_S: Final = 2.0
 # The aim is 64; runs on two shared cores reach 61 to 72.
 MAX_GROWTH_MIB: Final = 80.0
 # A role whose probes fail for this long is on the way to being killed by its supervisor.
@@ -106,11 +108,13 @@ class Total:
     @property
     def figures(self) -> dict[str, float]:
         gaps = [row.gap_s for row in self.rows if row.max_gap_s <= MAX_GAP_S]
+        crowds = [row.gap_s for row in self.rows if row.max_gap_s == CROWD_GAP_S]
         return {
             "attacks": sum(not row.found.skipped for row in self.rows),
             "roles_lost": sum(len(row.lost_roles) for row in self.rows),
             "canary_failed": sum(len(row.failed) for row in self.rows),
             "canary_worst_gap_s": round(max(gaps, default=0.0), 3),
+            "crowd_worst_gap_s": round(max(crowds, default=0.0), 3),
             "rss_growth_mib": round(max(self.growths.values(), default=0.0), 1),
             "limits_exceeded": sum(row.found.exceeded for row in self.rows),
             "settlements_lost": len(self.lost),

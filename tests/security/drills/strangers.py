@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from fairway.v1 import controlplane_pb2, inference_pb2, registry_pb2, scheduler_pb2, worker_pb2
 from services.runtime.clock import SystemClock
 from tests.security.drills.frames import CONTINUATION, HEADERS, PING, Http2, frame, header_block, message
-from tests.security.drills.judge import Found
+from tests.security.drills.judge import CROWD_GAP_S, Found
 from tests.security.drills.target import SOURCES, Attack, Target
 from tests.support.stack import metadata
 
@@ -326,7 +326,13 @@ STRANGERS: Final = (
     Attack(
         "reflection", "300 reflection streams on one connection to each role", "probes answered", reflection
     ),
-    Attack("half-open-calls", "20,000 calls without a message on three roles", "probes answered", half_open),
+    Attack(
+        "half-open-calls",
+        "20,000 calls without a message on three roles",
+        "probes answered",
+        half_open,
+        max_gap_s=CROWD_GAP_S,
+    ),
     Attack(
         "empty-submessages", "16 MiB of empty submessages to each role", "nothing is decoded", submessages
     ),

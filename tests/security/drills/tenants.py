@@ -20,7 +20,7 @@ from fairway.v1 import inference_pb2_grpc
 from services.runtime.clock import SystemClock
 from tests.security.drills.canary import generation
 from tests.security.drills.http import post, status_of
-from tests.security.drills.judge import Found
+from tests.security.drills.judge import CROWD_GAP_S, Found
 from tests.security.drills.target import Attack, Gateway, Target
 from tests.support.stack import metadata
 
@@ -379,7 +379,14 @@ TENANTS: Final = (
     Attack(
         "stalled-sessions", "800 Session streams with a credit of one", "canaries go on", stalled_sessions
     ),
-    Attack("storm", "20,000 starts and cancels", "limits exact for all, every settlement there", storm, 120),
+    Attack(
+        "storm",
+        "20,000 starts and cancels",
+        "limits exact for all, every settlement there",
+        storm,
+        120,
+        max_gap_s=CROWD_GAP_S,
+    ),
 )
 COLD: Final = Attack(
     "cold-gateways",

@@ -44,6 +44,21 @@ def test_a_route_is_the_deployment_s_version_and_revision(fleet: Any) -> None:
     assert route.ready_replicas == 1
 
 
+def test_a_route_is_exact_while_all_its_ready_replicas_promise_it(fleet: Any) -> None:
+    def replica(number: int, state: VersionState, *capabilities: str) -> None:
+        version = LoadedVersion("chat-small", "tiny", DIGEST, state, capabilities=capabilities)
+        fleet.workers.put(f"{WORKERS}w{number}", Worker(f"w{number}", "w:1", versions=(version,)))
+
+    fleet.workers.records = {}
+    assert not fleet.catalog.resolve("chat-small").exact
+    replica(1, VersionState.READY, "exact", "resize")
+    replica(2, VersionState.LOADING)
+    assert fleet.catalog.resolve("chat-small").exact
+    replica(2, VersionState.READY, "resize")
+    assert not fleet.catalog.resolve("chat-small").exact
+    assert not fleet.catalog.resolve_pinned("chat-small", PinnedVersion(DIGEST, 7)).exact
+
+
 @pytest.mark.parametrize("name", ["missing", "tiny", "", "chat-small/", "../keys/alpha", "chat-small\x00"])
 def test_other_names_are_not_found_and_reveal_nothing(fleet: Any, name: str) -> None:
     with pytest.raises(ModelNotFound) as caught:

@@ -154,18 +154,22 @@ def _share_test(
     The standard error is the one halfway between the observed and the tolerated share, which makes the tail
     of a rare event normal (Anscombe 1948: 2 (sqrt(p) - sqrt(q)) has an almost constant variance). It is at
     least that of independent samples: a share that has not occurred yet is not known to be 0. A baseline with
-    almost no events does not show how they cluster; the candidate's do.
+    almost no events does not show how they cluster; the candidate's do. Its variance is then no estimate from
+    clusters, and the degrees of freedom are those of the candidate's (Welch 1947).
     """
     tolerated = min(0.5, expected + margin)
     binomial = tolerated * (1 - tolerated)
     halfway = ((1 + math.sqrt(tolerated / other.value)) / 2) ** 2 if other.value else 1.0
-    unseen = _design_effect(other) if base.hit < _MIN_EVENT_CLUSTERS else 1.0
+    of_other = max(halfway * other.variance, binomial / other.total)
+    rare = base.hit < _MIN_EVENT_CLUSTERS
+    unseen = _design_effect(other) if rare else 1.0
     of_base = unseen * expected * (1 - expected) / base.total
     fewer = _lower_tail(base.value * base.total / unseen, expected * base.total / unseen)
-    variance = max(base.variance, fewer * of_base) + max(halfway * other.variance, binomial / other.total)
+    variance = max(base.variance, fewer * of_base) + of_other
+    freedom = (other.clusters - 1) * (variance / of_other) ** 2 if rare else _freedom(base, other)
     statistic = (other.value - base.value - margin) / math.sqrt(variance)
     tuned = min(variance, _variance_without(base, other, margin))
-    return _normal(statistic, _freedom(base, other)), _information(tuned, effect)
+    return _normal(statistic, freedom), _information(tuned, effect)
 
 
 def _lower_tail(events: float, expected: float) -> float:
@@ -176,7 +180,7 @@ def _lower_tail(events: float, expected: float) -> float:
     expected would count as 3.9 standard errors; it is as improbable as 4.9.
     """
     shape = events + 1
-    deviate = 3 * math.sqrt(shape) * ((expected / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
+    deviate: float = 3 * math.sqrt(shape) * ((expected / shape) ** (1 / 3) - 1 + 1 / (9 * shape))
     if events >= expected or deviate <= 0:
         return 1.0
     return min(1.0, (expected - events) ** 2 / (expected * deviate**2))
@@ -256,7 +260,7 @@ def _freedom(base: _Ratio, other: _Ratio) -> int:
     return min(base.clusters, other.clusters) - 1
 
 
-def _normal(statistic: float, freedom: int) -> float:
+def _normal(statistic: float, freedom: float) -> float:
     """Return the normal deviate of a t statistic (Wallace 1959)."""
     if freedom < 1:
         return 0.0

@@ -31,7 +31,7 @@ from services.gateway.faces.transport.event_stream import (
     AnswerFrames,
     difference_headers,
     original,
-    weights_headers,
+    version_headers,
 )
 from services.gateway.requests.streaming import Completion
 
@@ -86,7 +86,7 @@ class CompletionFrames(AnswerFrames):
 
     def headers(self, accepted: Sequence[Accepted]) -> Iterable[Header]:
         cached = [CACHE_HIT] if all(each.cached for each in accepted) else []
-        return [*cached, *weights_headers(accepted[-1]), *rate_headers(accepted[-1])]
+        return [*cached, *version_headers(accepted[-1]), *rate_headers(accepted[-1])]
 
     def output(self, number: int, event: Tokens) -> bytes:
         frames, position = self._frames, self._position

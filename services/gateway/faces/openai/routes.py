@@ -80,7 +80,7 @@ from services.gateway.faces.transport.event_stream import (
     REPLAYED,
     EventStream,
     degraded_header,
-    weights_headers,
+    version_headers,
 )
 from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
@@ -340,7 +340,7 @@ class OpenAiFace:
         if degraded:
             exchange.reply.add_header(*degraded_header(degraded))
         accepted = completions[-1].accepted
-        for header in (*weights_headers(accepted), *rate_headers(accepted)):
+        for header in (*version_headers(accepted), *rate_headers(accepted)):
             exchange.reply.add_header(*header)
         steps = whole_body(request, completions, exchange.received, int(self._clock.unix_s()))
         body = await self._answers.run(exchange.caller.tenant_id, steps)

@@ -67,6 +67,7 @@ _EXPOSED: Final = (
     "x-fairway-cache",
     "x-fairway-weights",
     "x-fairway-base",
+    "x-fairway-exact",
     "idempotent-replayed",
     "x-fairway-degraded",
     *(

@@ -161,13 +161,17 @@ class EventStream:
 def answer_headers(accepted: Accepted) -> list[Header]:
     """Return what an acceptance states in addition to the answer."""
     cached = [CACHE_HIT] if accepted.cached else []
-    return [*difference_headers(accepted), *cached, *weights_headers(accepted), *rate_headers(accepted)]
+    return [*difference_headers(accepted), *cached, *version_headers(accepted), *rate_headers(accepted)]
 
 
-def weights_headers(accepted: Accepted) -> list[Header]:
-    """Return the digest of the weights, and of the base that an adapter changes, where they are known."""
-    named = ((b"x-fairway-weights", accepted.weights_digest), (b"x-fairway-base", accepted.base_digest))
-    return [(name, digest.encode()) for name, digest in named if digest]
+def version_headers(accepted: Accepted) -> list[Header]:
+    """Return the digest of the weights, that of the base of an adapter, and whether the answer is exact."""
+    named = (
+        (b"x-fairway-weights", accepted.weights_digest),
+        (b"x-fairway-base", accepted.base_digest),
+        (b"x-fairway-exact", "true" if accepted.exact else "false"),
+    )
+    return [(name, value.encode()) for name, value in named if value]
 
 
 def difference_headers(accepted: Accepted) -> list[Header]:
