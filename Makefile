@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills sim sim-tests sim-scale sim-handoff sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -238,6 +238,9 @@ sim-tests: setup-dev ## Run all tests of the simulator, and the sweeps and plant
 
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
+
+sim-handoff: setup-dev ## Map where prefill and decode apart serve more than both on each replica, simulated (half an hour)
+	$(BIN)/python -m simulator handoff $(ARGS)
 
 sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)
 	$(BIN)/python -m simulator batching $(ARGS)

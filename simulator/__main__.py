@@ -14,6 +14,7 @@ COMMANDS: Final = {
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.runner", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
+    "handoff": ("simulator.handoff.map", "map where prefill and decode apart serve more"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }

@@ -202,6 +202,13 @@ class SimKvPool:
     def discard(self, sequence: SequenceState) -> None:
         """Nothing is wrong where nothing is computed."""
 
+    def receive(self, names: Sequence[int]) -> None:
+        """Cache blocks that another engine computed, first to last, as far as there is room."""
+        for name in names[: self.blocks_free // self._each]:
+            if name not in self._holders:
+                self._add(name)
+        self._evict_beyond(self.blocks_open)
+
     def take_changes(self) -> tuple[list[int], list[int]]:
         """See ``PrefixReuse``."""
         if not (self._added or self._removed):

@@ -1,0 +1,1 @@
+"""Prefill and decode on replicas of their own, against both on each."""

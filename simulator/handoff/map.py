@@ -1,0 +1,142 @@
+"""Where prefill and decode apart serve more than replicas that do both.
+
+    python -m simulator handoff [--preset h100] [--profiles 2048:256 8192:256]
+
+Goodput is the highest rate at which nine of ten requests meet both objectives; the best split counts. The
+objective of the time per output token is a multiple of the shortest step, and paces prefill where both are
+done; that of the first token is half a second and three times the median prompt alone. A hand-off pays where
+it serves ``PAYS_RATIO`` times as much. Prints a line per point, and ``RESULT {json}`` last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final
+
+from simulator.engine.cost_model import CostModel, cost_model
+from simulator.handoff.world import GOOD_RATIO, HandoffOutcome, HandoffSpec, HandoffWorld, Link
+from simulator.lab.load.lengths import LogNormal
+from simulator.lab.report.measure import Slo
+
+PROFILES: Final = (
+    "512:256",
+    "2048:256",
+    "2048:1024",
+    "8192:64",
+    "8192:256",
+    "32768:256",
+)  # medians, prompt:output
+SIGMA: Final = 0.5  # of both lengths
+STEP_RATIOS: Final = (1.5, 5.0)  # time per output token that is the objective, by the shortest step
+LINKS: Final = {"400 Gb/s": 50e9, "100 Gb/s": 12.5e9}  # in bytes per second
+REPLICAS: Final = 8
+GROWTH: Final = 1.15  # from rate to rate, until one is served and the next is not
+HALVINGS: Final = 2  # of that interval
+SPAN_S, SPAN_OUTPUTS = 10.0, 2.5  # least traffic of a run, in seconds and in outputs
+LEAST_REQUESTS: Final = 300
+PAYS_RATIO: Final = 1.2  # gain in goodput below which the second kind of failure is not worth it
+LOAD_RATIO: Final = 0.7  # of the goodput of both on each replica, at which latencies are compared
+
+
+def point(cost: CostModel, prompt: int, output: int, step_ratio: float) -> HandoffSpec:
+    """Return a point of the map, each replica doing both, without a rate."""
+    slo = Slo(0.5 + 3.0 * cost.prefill_s(prompt), step_ratio * (cost.base_s + cost.weight_read_s))
+    lengths = LogNormal(prompt, SIGMA, 16, 4 * prompt), LogNormal(output, SIGMA, 2, 4 * output)
+    return HandoffSpec(cost, 1.0, *lengths, slo, replicas=REPLICAS)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Finds goodputs, with at most so many requests in a run."""
+
+    prompt: int
+    output: int
+    most_requests: int
+
+    def run(self, spec: HandoffSpec, rate_per_s: float) -> HandoffOutcome:
+        """Return the outcome at a rate."""
+        span_s = max(SPAN_S, SPAN_OUTPUTS * self.output * spec.slo.tpot_s)
+        requests = min(self.most_requests, max(LEAST_REQUESTS, round(rate_per_s * span_s)))
+        return HandoffWorld(replace(spec, rate_per_s=rate_per_s, requests=requests)).run()
+
+    def goodput(self, spec: HandoffSpec, least_per_s: float = 0.0) -> float:
+        """Return the highest rate that is served, within 4 %; 0 if it is not above ``least_per_s``."""
+        low = high = least_per_s * 1.02 or self._expected_per_s(spec)
+        if self._serves(spec, low):
+            while self._serves(spec, high := low * GROWTH):
+                low = high
+        elif least_per_s:
+            return 0.0
+        else:
+            while not self._serves(spec, low := high / GROWTH):
+                high = low
+                if low * spec.cost.prefill_s(self.prompt) < 1e-3:
+                    return 0.0  # the objective is out of reach
+        for _ in range(HALVINGS):
+            rate_per_s = (low + high) / 2
+            low, high = (rate_per_s, high) if self._serves(spec, rate_per_s) else (low, rate_per_s)
+        return low
+
+    def best_split(self, spec: HandoffSpec) -> tuple[float, int]:
+        """Return the highest goodput with a hand-off, and how many replicas prefill: goodput has one peak."""
+        prefill_s, decode_s = self._needs_s(spec)
+        first = round(spec.replicas * prefill_s / (prefill_s + decode_s))
+        best, split = 0.0, min(max(1, first), spec.replicas - 1)
+        for way in (1, -1):
+            count = split if way == 1 else split - 1
+            while 1 <= count < spec.replicas:
+                found = self.goodput(replace(spec, prefill_replicas=count), best)
+                if found <= best:
+                    break
+                best, split, count = found, count, count + way
+        return best, split
+
+    def _serves(self, spec: HandoffSpec, rate_per_s: float) -> bool:
+        return self.run(spec, rate_per_s).good_ratio >= GOOD_RATIO
+
+    def _expected_per_s(self, spec: HandoffSpec) -> float:
+        """Return a rate near the goodput."""
+        return 0.8 * spec.replicas / sum(self._needs_s(spec))
+
+    def _needs_s(self, spec: HandoffSpec) -> tuple[float, float]:
+        """Return what prompt and output take of a replica with steps of the objective's length."""
+        cost, tpot_s = spec.cost, spec.slo.tpot_s
+        row_s = cost.attended_token_s * (self.prompt + self.output / 2) + cost.decode_sequence_s
+        rows = max(1.0, min(256.0, (tpot_s - cost.base_s - cost.weight_read_s) / max(1e-9, row_s)))
+        return cost.prefill_s(self.prompt), self.output * tpot_s / rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--preset", default="h100")
+    parser.add_argument("--requests", type=int, default=1200, help="most in a run")
+    parser.add_argument("--profiles", nargs="+", default=PROFILES, metavar="PROMPT:OUTPUT", help="medians")
+    parser.add_argument("--step-ratios", nargs="+", type=float, default=STEP_RATIOS)
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="a step's prefill does not hide behind its weights"
+    )
+    options = parser.parse_args(arguments)
+    cost = cost_model(options.preset)
+    if options.no_overlap:
+        cost = replace(cost, base_s=cost.base_s + cost.weight_read_s, weight_read_s=0.0)
+    ratios: dict[str, dict[str, float]] = {}
+    for step_ratio, profile in product(options.step_ratios, options.profiles):
+        prompt, output = (int(median) for median in profile.split(":"))
+        spec, search = point(cost, prompt, output, step_ratio), Search(prompt, output, options.requests)
+        name = f"{profile} within {spec.slo.tpot_s * 1e3:.0f} ms"
+        both, found, split = search.goodput(spec), ratios.setdefault(name, {}), 0
+        for link, bytes_per_s in LINKS.items():
+            apart = replace(spec, link=Link(bytes_per_s))
+            if not split:
+                rate_per_s, split = search.best_split(apart)
+            else:  # a slower link does not move the best split
+                rate_per_s = search.goodput(replace(apart, prefill_replicas=split))
+            found[link] = round(rate_per_s / both, 2) if both else 0.0
+        print(f"{name:28} both {both:7.2f}/s  apart, {split} of {spec.replicas} prefill: {found}", flush=True)
+    pays = [name for name, found in ratios.items() if max(found.values()) >= PAYS_RATIO]
+    print("RESULT", json.dumps({"pays": pays, "ratios": ratios}))
+    return 0
