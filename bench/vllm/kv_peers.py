@@ -7,9 +7,11 @@ over the pool, and compares every byte.
 from __future__ import annotations
 
 import socket
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from random import Random
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ import torch
 BLOCK_TOKENS: Final = 64
 LEASE_S: Final = 60.0  # how long a source serves
 POLL_S: Final = 20.0  # after which a transfer counts as lost
+Found = tuple[bytes, int]  # NIXL's description of the source, and an address or a port
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,9 @@ def source(shape: KvShape, tokens: int, way: str, link: Connection) -> None:
                         connection.sendall(rows[layer, block])
 
 
-def target(shape: KvShape, tokens: int, way: str, found: tuple[bytes, int], link: Connection) -> None:
-    """Pull the blocks once for each message; answer with seconds, and whether every byte came."""
+def target(shape: KvShape, tokens: int, way: str, link: Connection) -> None:
+    """Pull the blocks once for each message; answer with seconds, state, and whether every byte came."""
+    found: Found = link.recv()
     torch.set_num_threads(1)
     blocks = shape.blocks(tokens)
     here, there = shape.scattered(blocks, seed=2), shape.scattered(blocks, seed=1)
@@ -78,27 +82,28 @@ def target(shape: KvShape, tokens: int, way: str, found: tuple[bytes, int], link
         link.send((time.perf_counter() - began_s, state, bool(torch.equal(pool[:, here], wanted))))
 
 
-def _by_socket(
-    shape: KvShape, pool: torch.Tensor, places: tuple[list[int], list[int]], found: tuple[bytes, int]
-) -> Any:
+def _by_socket(shape: KvShape, pool: torch.Tensor, places: tuple[list[int], list[int]], found: Found) -> Any:
     connection = socket.create_connection(("127.0.0.1", found[1]), timeout=POLL_S)
     rows = pool.numpy()
 
     def pull() -> str:
-        connection.sendall(b"x")
-        for block in places[0]:
-            for layer in range(shape.layers):
-                row = memoryview(rows[layer, block])
-                while row:
-                    row = row[connection.recv_into(row) :]
+        try:
+            connection.sendall(b"x")
+            for block in places[0]:
+                for layer in range(shape.layers):
+                    row = memoryview(rows[layer, block])
+                    while row:
+                        if not (received := connection.recv_into(row)):
+                            return "closed"
+                        row = row[received:]
+        except OSError as error:
+            return type(error).__name__
         return "DONE"
 
     return pull
 
 
-def _by_nixl(
-    shape: KvShape, pool: torch.Tensor, places: tuple[list[int], list[int]], found: tuple[bytes, int]
-) -> Any:
+def _by_nixl(shape: KvShape, pool: torch.Tensor, places: tuple[list[int], list[int]], found: Found) -> Any:
     agent = _agent("target")
     agent.register_memory([(pool.data_ptr(), pool.numel(), 0, "")], mem_type="DRAM")
     name = agent.add_remote_agent(found[0])
@@ -114,13 +119,14 @@ def _by_nixl(
 
     def pull() -> str:
         began_s = time.perf_counter()
-        transfer = agent.initialize_xfer(
-            "READ", rows(pool.data_ptr(), places[0]), rows(found[1], places[1]), name
-        )
-        state = str(agent.transfer(transfer))
-        while state == "PROC" and time.perf_counter() - began_s < POLL_S:
-            state = str(agent.check_xfer_state(transfer))
-        agent.release_xfer_handle(transfer)
+        ours, theirs = rows(pool.data_ptr(), places[0]), rows(found[1], places[1])
+        try:
+            transfer = agent.initialize_xfer("READ", ours, theirs, name)
+            state = str(agent.transfer(transfer))
+            while state == "PROC" and time.perf_counter() - began_s < POLL_S:
+                state = str(agent.check_xfer_state(transfer))
+        except Exception as error:  # NIXL's classes have no other base
+            return type(error).__name__
         return state
 
     return pull
@@ -130,3 +136,14 @@ def _agent(name: str) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+def main() -> None:
+    role, layers, token_bytes, tokens, way, path = sys.argv[1:]
+    peer = source if role == "source" else target
+    with Client(path, "AF_UNIX") as link, suppress(EOFError):
+        peer(KvShape(int(layers), int(token_bytes)), int(tokens), way, link)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,6 +49,8 @@ class HandoffSpec:
     slo: Slo
     replicas: int = 8
     prefill_replicas: int = 0
+    # A step that prefills beside decodes may take this many times the objective of a token.
+    pace_ratio: float = 1.0
     link: Link = Link(50e9)
     requests: int = 1000
     seed: int = 0
@@ -129,8 +131,8 @@ class HandoffWorld:
         return self.outcome
 
     def _replica(self, *, decodes: bool) -> _Replica:
-        spec, found = self._spec, []
-        pace_s = spec.slo.tpot_s if decodes else 0.0
+        spec, found = self._spec, list[_Replica]()
+        pace_s = spec.slo.tpot_s * spec.pace_ratio if decodes else 0.0
         engine = SimEngine(
             SimEngineSpec(spec.cost, itl_target_s=pace_s, prefix_cache=spec.prefill_replicas > 0),
             clock=_LoopClock(self._loop),

@@ -58,6 +58,18 @@ TensorParallelOption = Annotated[
 PipelineParallelOption = Annotated[
     int, typer.Option("--pipeline-parallel", min=0, max=64, help="Groups of devices in a row, of vllm.")
 ]
+
+
+def _no_handoff(_: object) -> None:
+    raise typer.BadParameter(
+        "every replica prefills and decodes. To bound what prefills add between tokens, create an "
+        "objective with --itl and --shape; docs/decisions/0088 has the reasons."
+    )
+
+
+PrefillReplicasOption = Annotated[
+    None, typer.Option("--prefill-replicas", parser=_no_handoff, hidden=True, help="Refused.")
+]
 OutputFormOption = Annotated[
     str | None,
     typer.Option(
@@ -175,6 +187,7 @@ async def create(
     executor: ExecutorOption = "",
     tensor_parallel: TensorParallelOption = 1,
     pipeline_parallel: PipelineParallelOption = 1,
+    prefill_replicas: PrefillReplicasOption = None,
     output_form: OutputFormOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
