@@ -29,7 +29,7 @@ from bench.vllm.kv_peers import KvShape
 from bench.vllm.served import TINY, larger
 from fairway.formats.decoder_config import parse_config
 
-ROUNDS: Final = 9
+ROUNDS: Final = 7
 WAYS: Final = ("nixl", "socket")
 Moved = tuple[float, str, bool]
 
@@ -51,7 +51,7 @@ def main() -> None:
             rounds, after = move(shape, options.prompt, way, options.nixl_python)
             found[f"{way}_first"] = round(rounds[0][0] * scale, 2)
             found[way] = round(median(seconds for seconds, _, _ in rounds[1:]) * scale, 2)
-            found[f"{way}_after_kill"] = after
+            found[f"{way}_after_kill"] = f"{after[1]} after {after[0] * 1e3:.1f} ms"
             if not all(equal for _, _, equal in rounds):
                 raise SystemExit(f"{way}: bytes differ")
         found["recomputed"] = round(recomputed_s(checkpoint, options.prompt) * scale, 2)
@@ -59,8 +59,8 @@ def main() -> None:
     print("RESULT " + json.dumps(figures))
 
 
-def move(shape: KvShape, tokens: int, way: str, python: str) -> tuple[list[Moved], str]:
-    """Return the rounds of a way, and what the target finds once the source was killed."""
+def move(shape: KvShape, tokens: int, way: str, python: str) -> tuple[list[Moved], Moved]:
+    """Return the rounds of a way, and the one after the source was killed."""
     with contextlib.ExitStack() as undo:
         path = str(Path(undo.enter_context(tempfile.TemporaryDirectory())) / "link")
         listener = undo.enter_context(Listener(path, "AF_UNIX"))
@@ -80,7 +80,7 @@ def move(shape: KvShape, tokens: int, way: str, python: str) -> tuple[list[Moved
         rounds = [_round(asked) for _ in range(ROUNDS)]
         first.kill()
         first.wait()
-        return rounds, _round(asked)[1]
+        return rounds, _round(asked)
 
 
 def _round(asked: Connection) -> Moved:
