@@ -239,7 +239,7 @@ sim-tests: setup-dev ## Run all tests of the simulator, and the sweeps and plant
 sim-scale: setup-dev ## Simulate 1,000 workers and 1,000,000 requests in one run (about an hour)
 	$(BIN)/python -m simulator scale $(ARGS)
 
-sim-handoff: setup-dev ## Map where prefill and decode apart serve more than both on each replica, simulated (half an hour)
+sim-handoff: setup-dev ## Map where prefill and decode apart serve more than replicas that do both, simulated (hours)
 	$(BIN)/python -m simulator handoff $(ARGS)
 
 sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)

@@ -23,16 +23,10 @@ from simulator.handoff.world import GOOD_RATIO, HandoffOutcome, HandoffSpec, Han
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.report.measure import Slo
 
-PROFILES: Final = (
-    "512:256",
-    "2048:256",
-    "2048:1024",
-    "8192:64",
-    "8192:256",
-    "32768:256",
-)  # medians, prompt:output
+# Medians of prompt and output, in tokens.
+PROFILES: Final = ((512, 256), (2048, 64), (2048, 256), (8192, 64), (8192, 256), (32_768, 256))
 SIGMA: Final = 0.5  # of both lengths
-STEP_RATIOS: Final = (1.5, 5.0)  # time per output token that is the objective, by the shortest step
+STEP_RATIOS: Final = (1.5, 2.5, 5.0)  # time per output token that is the objective, by the shortest step
 LINKS: Final = {"400 Gb/s": 50e9, "100 Gb/s": 12.5e9}  # in bytes per second
 REPLICAS: Final = 8
 NEVER: Final = 99.0  # gain where replicas that do both serve nothing
@@ -123,11 +117,21 @@ class Search:
         return cost.prefill_s(self.prompt), self.output * tpot_s / rows
 
 
+def profile(text: str) -> tuple[int, int]:
+    """Return the medians in PROMPT:OUTPUT. Raises ValueError."""
+    prompt, output = map(int, text.split(":"))
+    if not (1 <= prompt <= 131_072 and 2 <= output <= 131_072):
+        raise ValueError(f"{text}: 1 to 131072 tokens of prompt, 2 to 131072 of output")
+    return prompt, output
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--preset", default="h100")
-    parser.add_argument("--requests", type=int, default=1200, help="most in a run")
-    parser.add_argument("--profiles", nargs="+", default=PROFILES, metavar="PROMPT:OUTPUT", help="medians")
+    parser.add_argument("--requests", type=int, default=2400, help="most in a run")
+    parser.add_argument(
+        "--profiles", nargs="+", type=profile, default=PROFILES, metavar="PROMPT:OUTPUT", help="medians"
+    )
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     parser.add_argument("--step-ratios", nargs="+", type=float, default=STEP_RATIOS)
     parser.add_argument(
@@ -142,10 +146,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.no_overlap:
         cost = replace(cost, base_s=cost.base_s + cost.weight_read_s, weight_read_s=0.0)
     ratios: dict[str, dict[str, float]] = {}
-    for step_ratio, profile in product(options.step_ratios, options.profiles):
-        prompt, output = (int(median) for median in profile.split(":"))
+    for step_ratio, (prompt, output) in product(options.step_ratios, options.profiles):
         spec, search = point(cost, prompt, output, step_ratio), Search(prompt, output, options.requests)
-        name = f"{profile} within {spec.slo.tpot_s * 1e3:.0f} ms"
+        name = f"{prompt}:{output} within {spec.slo.tpot_s * 1e3:.0f} ms"
         ratios[name] = _compared(name, spec, search, options.links)
     pays = [name for name, found in ratios.items() if max(found.values()) >= PAYS_RATIO]
     print("RESULT", json.dumps({"pays": pays, "ratios": ratios}))

@@ -121,3 +121,11 @@ def test_the_map_states_where_it_pays(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["pays"] == [name for name, ratio in best.items() if ratio >= 1.2]
     assert handoff_map.main(["--preset", "flat"]) == 2
     assert "neither a preset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["2048", "2048:1", "0:64", "a:b", "1:2:3"])
+def test_a_profile_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        handoff_map.main(["--profiles", wrong])
+    assert ended.value.code == 2
+    assert f"invalid profile value: '{wrong}'" in capsys.readouterr().err

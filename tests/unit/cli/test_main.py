@@ -222,7 +222,7 @@ def test_interrupt_at_the_prompt_of_a_terminal_asks_for_another_one() -> None:
         assert process.wait(timeout=60) == 0
 
 
-def test_a_deployment_with_prefill_apart_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_apart_is_refused_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["deployments", "create", "chat", "--prefill-replicas", "2"])
     assert ended.value.code == ExitCode.USAGE
