@@ -45,7 +45,7 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
 from services.core.errors import FairwayError
 from services.rpc.status import from_rpc_error
-from services.runtime.process.shared_memory import SHARED, mapped_files
+from services.runtime.process.shared_memory import SHARED, held_inodes
 from tests.chaos.checker import Reference, process_leaks
 from tests.chaos.driver import state_root, until
 from tests.chaos.faults import Freeze, Kill, inject
@@ -182,7 +182,7 @@ class StreamDrill:
         self._client = client
         self._keys = keys
         self._models = models
-        self._faults = KILLS if options.engine == "torch" else KILLS + HANGS
+        self._faults: tuple[Kill | Freeze, ...] = KILLS if options.engine == "torch" else KILLS + HANGS
         self._rng = random.Random(options.seed)
         self._specs = make_specs()
         self.tally = Tally()
@@ -225,10 +225,14 @@ class StreamDrill:
 
     async def _kill_forever(self, every_s: float) -> None:
         done: Counter[str] = Counter()
+        faults: list[Kill | Freeze] = []
         try:
             while True:
                 await asyncio.sleep(self._rng.uniform(0.5, 1.5) * every_s)
-                fault = self._rng.choice(self._faults)
+                if not faults:  # all have their turn; engines first, so that a short run has them
+                    drawn = self._rng.sample(self._faults, len(self._faults))
+                    faults = sorted(drawn, key=lambda fault: fault.target.startswith("engine"))
+                fault = faults.pop()
                 # What was killed just before may not run yet.
                 with suppress(grpc.aio.AioRpcError, FairwayError, KeyError, LookupError, ProcessLookupError):
                     await inject(fault, self._fleet)
@@ -414,8 +418,8 @@ async def deploy(fleet: Fleet, engine: str) -> list[str]:
 
 def segments() -> set[str]:
     """Return what is in shared memory and mapped or held open by no process."""
-    mapped, _ = mapped_files(Path("/proc"), str(SHARED))
-    return {path.name for path in SHARED.iterdir() if str(path) not in mapped}
+    held, _ = held_inodes(Path("/proc"), str(SHARED))
+    return {entry.name for entry in os.scandir(SHARED) if entry.inode() not in held}
 
 
 def main(arguments: Sequence[str]) -> int:
