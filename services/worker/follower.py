@@ -84,7 +84,7 @@ class FollowerServicer(worker_pb2_grpc.FollowerServiceServicer):
         ranks = config.tensor_parallel * config.pipeline_parallel // config.nodes
         if ranks > self._devices:
             raise FailedPrecondition(
-                f"{ranks} ranks do not fit on {self._devices} devices: FAIRWAY_DEVICES is the same on all nodes"
+                f"{ranks} ranks do not fit on {self._devices} devices: FAIRWAY_DEVICES is that of all nodes"
             )
         if self._streams and request.worker_id != self._leader:
             raise FailedPrecondition(f"it follows {self._leader}: a follower has one worker")

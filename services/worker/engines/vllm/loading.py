@@ -17,7 +17,7 @@ from typing import Final
 
 import structlog
 from msgspec import structs
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
