@@ -64,7 +64,7 @@ async def nodes(supervisor: Supervisor, vllm_dir: Path) -> AsyncIterator[Nodes]:
     )
     runs: list[Run] = []
 
-    def start(**sizes: int) -> Run:
+    def start(**sizes: Any) -> Run:
         runs.append(Run(launch, config_of(nodes=2, **sizes)))
         return runs[-1]
 
