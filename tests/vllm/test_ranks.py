@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from services.runtime.clock import SystemClock
+from services.runtime.process.shared_memory import SHARED, sweep
 from services.runtime.supervisor import Supervisor
 from services.worker.engine.process import EngineExitCode
 from services.worker.slots.engine_process import Crashed, EngineTimeouts, process_launcher
@@ -23,7 +24,6 @@ from tests.support.engine_agent import Agent
 from tests.support.waiting import until
 from tests.vllm.conftest import LOAD_S, PROMPTS, Run, config_of, ranks_of, tokens
 
-SHARED = Path("/dev/shm")
 SOON_S = 2.0
 LONG = 300
 
@@ -66,6 +66,7 @@ def test_bfloat16_is_served_and_promised_as_less(start: Callable[..., Engine]) -
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 async def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, is_loaded: bool) -> None:
+    before, began_s = set(SHARED.iterdir()), time.time()
     agent = Agent(tmp_path, config_of(tensor_parallel=2), python=VLLM_PYTHON)
     try:
         if is_loaded:
@@ -76,6 +77,8 @@ async def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, is_l
         await until(lambda: not any(runs(rank) for rank in ranks), SOON_S)
     finally:
         agent.close()
+    sweep(began_s)
+    assert set(SHARED.iterdir()) <= before
 
 
 def runs(process: psutil.Process) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 SHARED: Final = Path("/dev/shm")
+INIT: Final = "1"
 _RANKS: Final = "vllm_dist_"  # vLLM's segments between ranks
 # Besides those of torch and those of Python's multiprocessing, which other programs make as well.
 _NAMES: Final = re.compile(_RANKS + r"\S+|torch_\d+_\S+|psm_[0-9a-f]+|sem\.mp-\w+")
@@ -43,7 +44,8 @@ def sweep(since_unix_s: float, *, folder: Path = SHARED, processes: Path = Path(
 
 def held_inodes(processes: Path, folder: str) -> tuple[set[int], bool]:
     """Return the files below the folder that processes of this user map or hold open, and whether all could
-    be read."""
+    be read; the system's first process need not be, since it makes none.
+    """
     found: set[int] = set()
     is_whole = True
     for process in processes.iterdir():
@@ -60,7 +62,7 @@ def held_inodes(processes: Path, folder: str) -> tuple[set[int], bool]:
         except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
         except OSError:
-            is_whole = False
+            is_whole = is_whole and process.name == INIT
     return found, is_whole
 
 

@@ -459,6 +459,7 @@ class EngineProcess:
             if self._link.transport is not None:
                 self._link.transport.abort()
             if self._config.executor == "vllm":
+                await self._group_ended(process.pid)
                 await asyncio.to_thread(sweep, self._born_unix_s)
             self._exited.set()
         exit_ = self._exit_of(code)
@@ -476,6 +477,13 @@ class EngineProcess:
                     await self._link.closed.wait()
         await asyncio.wait({reader}, timeout=EXIT_GRACE_S)
         reader.cancel()
+
+    async def _group_ended(self, group: int) -> None:
+        """Return once the killed group is empty, or after a second: what a process maps is not swept."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            for _ in range(50):
+                os.killpg(group, 0)
+                await self._clock.sleep(0.02)
 
     async def _watch(self, server: asyncio.Server) -> None:
         """Kill a process that hangs, or that runs on after its connection closed."""

@@ -30,7 +30,7 @@ def test_only_segments_of_ranks_are_removed_where_a_process_cannot_be_read(tmp_p
     (tmp_path / "shm").mkdir()
     for name in ("psm_0a", "vllm_dist_0a-cpushm_0"):
         (tmp_path / "shm" / name).touch()
-    (tmp_path / "proc" / "1" / "maps").mkdir(parents=True)
+    (tmp_path / "proc" / "2" / "maps").mkdir(parents=True)
     assert sweep(0.0, folder=tmp_path / "shm", processes=tmp_path / "proc") == 1
     assert [each.name for each in (tmp_path / "shm").iterdir()] == ["psm_0a"]
 
@@ -46,3 +46,11 @@ def test_a_semaphore_of_a_living_process_stays(tmp_path: Path) -> None:
         first.unlink()
         assert sweep(began_s, folder=tmp_path, processes=tmp_path / "proc") == 0
     assert sweep(began_s, folder=tmp_path, processes=tmp_path / "proc") == 1
+
+
+def test_the_first_process_need_not_be_readable(tmp_path: Path) -> None:
+    """Not even the superuser may read it in some containers."""
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm" / "sem.mp-0a").touch()
+    (tmp_path / "proc" / "1" / "maps").mkdir(parents=True)
+    assert sweep(0.0, folder=tmp_path / "shm", processes=tmp_path / "proc") == 1
