@@ -250,6 +250,9 @@ class StreamDrill:
                 fault = faults.pop()
                 # What was killed just before may not run yet.
                 with suppress(grpc.aio.AioRpcError, FairwayError, KeyError, LookupError, ProcessLookupError):
+                    if isinstance(fault, Freeze) and await self._fleet.unready(self._models):
+                        faults.insert(0, fault)  # an engine that hangs while it loads is given 300 s
+                        continue
                     await inject(fault, self._fleet)
                     done[f"{type(fault).__name__} {fault.target}"] += 1
         finally:
