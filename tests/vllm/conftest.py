@@ -14,7 +14,7 @@ import pytest_asyncio
 from fairway.engines.environment import Installed, mark
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from services.worker.engine_protocol import EngineConfig, Stepped
+from services.worker.engine_protocol import EngineConfig, Ready, Stepped
 from services.worker.slots.engine_process import EngineEvents, EngineExit, EngineLauncher, RunningEngine
 from tests.contract.engine.conftest import TINY, VLLM_PYTHON, Engine
 from tests.support.engine_agent import Agent
@@ -73,6 +73,7 @@ class Run:
         self.tokens: dict[int, list[int]] = {}
         self.finished: set[int] = set()
         self.is_ready = False
+        self.full_step_s = 0.0
         self.exit: EngineExit | None = None
         events = EngineEvents(on_ready=self._ready, on_stepped=self._stepped, on_exit=self._exited)
         self.engine: RunningEngine = launch(config, events)
@@ -108,8 +109,8 @@ class Run:
         await until(lambda: self.finished.issuperset(handles), LOAD_S)
         return [self.tokens[handle] for handle in handles]
 
-    def _ready(self, event: object) -> None:
-        self.is_ready = True
+    def _ready(self, event: Ready) -> None:
+        self.is_ready, self.full_step_s = True, event.full_step_s
 
     def _stepped(self, event: Stepped) -> None:
         for handle, token in zip(event.handles, event.tokens, strict=True):
