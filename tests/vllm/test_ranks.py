@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from services.runtime.clock import SystemClock
-from services.runtime.process.shared_memory import SHARED, sweep
+from services.runtime.process.shared_memory import SHARED, held_inodes, sweep
 from services.runtime.supervisor import Supervisor
 from services.worker.engine.process import EngineExitCode
 from services.worker.policy.engine_failures import ABANDON_STEPS
@@ -67,7 +67,7 @@ def test_bfloat16_is_served_and_promised_as_less(start: Callable[..., Engine]) -
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 async def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, is_loaded: bool) -> None:
-    before, began_s = set(SHARED.iterdir()), time.time()
+    before, began_s = set(os.listdir(SHARED)), time.time()
     agent = Agent(tmp_path, config_of(tensor_parallel=2), python=VLLM_PYTHON)
     try:
         if is_loaded:
@@ -79,7 +79,8 @@ async def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, is_l
     finally:
         agent.close()
     sweep(began_s)
-    assert set(SHARED.iterdir()) <= before
+    held, _ = held_inodes(Path("/proc"), str(SHARED))
+    assert {entry.name for entry in os.scandir(SHARED) if entry.inode() not in held} <= before
 
 
 def runs(process: psutil.Process) -> bool:
@@ -95,8 +96,10 @@ async def test_a_hung_rank_is_replaced_and_its_sequences_go_on(
     timeouts = EngineTimeouts()
     launch = process_launcher(SystemClock(), supervisor, timeouts, vllm_dir=vllm_dir)
     hung, next_ = (Run(launch, config_of(tensor_parallel=2)) for _ in range(2))
-    await hung.engine.start()
-    await hung.ready()
+    for run in (hung, next_):
+        await run.engine.start()
+    for run in (hung, next_):
+        await run.ready()
     hung.submit(LONG)
     await until(lambda: all(len(each) >= 3 for each in hung.tokens.values()))
     os.kill(ranks_of(hung.engine.pid)[1].pid, signal.SIGSTOP)
@@ -107,8 +110,6 @@ async def test_a_hung_rank_is_replaced_and_its_sequences_go_on(
     assert isinstance(hung.exit, Crashed)
     assert "no message for" in hung.exit.message
     assert not hung.finished
-    await next_.engine.start()
-    await next_.ready()
     resumed = await next_.outputs(next_.submit(LONG, list(hung.tokens.values())))
     assert resumed == await next_.outputs(next_.submit(LONG))
     await next_.engine.stop()
