@@ -17,6 +17,8 @@ import asyncio
 import json
 import logging
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ Figures = dict[str, float | bool]
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers end as well
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ _COMMON: Final[dict[str, Any]] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
+    "initializer_range": 0.1,  # with less the outputs of some families repeat one token, which shows little
 }
 _WINDOWS: Final = {"head_dim": 64, "sliding_window": 32}
 _ROUTED: Final = {"num_experts_per_tok": 2, "head_dim": 64}
@@ -50,6 +51,17 @@ FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "GptOssConfig",
         _ROUTED | {"num_local_experts": 4, "sliding_window": 32, "intermediate_size": 256},
     ),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 1 / 64,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", "Glm4Config", {"head_dim": 64, "attention_bias": True}),
     # On a processor with AMX vLLM's kernel for eight bits refuses float32.
     "llama_int8": ("LlamaForCausalLM", "LlamaConfig", {"head_dim": 64, "tie_word_embeddings": False}),
 }

@@ -35,13 +35,21 @@ def prompts(vocabulary: int, count: int = SEQUENCES) -> list[list[int]]:
 
 
 def outputs(
-    engine: OwnEngine, given: Sequence[list[int]], cuts: Sequence[Sequence[int]] = (), tokens: int = TOKENS
+    engine: OwnEngine,
+    given: Sequence[list[int]],
+    cuts: Sequence[Sequence[int]] = (),
+    tokens: int = TOKENS,
+    *,
+    drawn: float = 0.8,
 ) -> list[list[int]]:
-    """Return what prompts are continued with together, every other one drawn, after what ``cuts`` have."""
+    """Return what prompts are continued with together, after what ``cuts`` have.
+
+    ``drawn``: the temperature of every other one.
+    """
     streams: list[Stream] = []
     for place, prompt in enumerate(given):
         before = list(cuts[place]) if cuts else []
-        stream = engine.submit(Request(prompt, tokens), produced=before, temperature=0.8 * (place % 2))
+        stream = engine.submit(Request(prompt, tokens), produced=before, temperature=drawn * (place % 2))
         stream.tokens += before
         streams.append(stream)
     while any(stream.is_live for stream in streams):
@@ -93,13 +101,17 @@ def two_ranks(
 
 
 def family_equal(folder: Path, python: str) -> bool:
-    """Return whether a family's checkpoint is continued as transformers does, alone and in company."""
+    """Return whether a family's checkpoint is continued as transformers does: alone, in company, resumed."""
     made = msgspec.json.decode((folder / "expected.json").read_bytes(), type=Expected)
     with OwnEngine.started(folder, configured(), python=python) as engine, engine.resumed():
         tokens = len(made.outputs[0])
         found = [engine.generate([Request(prompt, tokens)])[0].tokens for prompt in made.prompts]
         company = [stream.tokens for stream in engine.generate([Request(p, tokens) for p in made.prompts])]
-    return found == made.outputs and company == made.outputs
+        cuts = [
+            output[: 1 + place * tokens // len(made.outputs)] for place, output in enumerate(made.outputs)
+        ]
+        again = outputs(engine, made.prompts, cuts, tokens, drawn=0.0)
+    return found == company == again == made.outputs
 
 
 class Expected(msgspec.Struct, frozen=True):

@@ -143,8 +143,8 @@ def through_fairway(checkpoint: Path, environment: Path, state: Path, *, threads
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
     name = checkpoint.name
-    fairway("up", "--detach", "--no-model")
     try:
+        fairway("up", "--detach", "--no-model")
         fairway("models", "publish", str(checkpoint), "--name", name)
         version = ("--model", name, "--version", "latest", "--executor", "vllm")
         fairway("deployments", "create", name, *version)

@@ -5,8 +5,13 @@ The marker is written last, so an interrupted installation is none.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import os
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +21,7 @@ MARKER: Final = "fairway-engine.json"
 ROOT: Final = Path(__file__).resolve().parents[2]  # the folder that has the product's packages
 PINS: Final = Path(__file__).parent
 FOLDER_VARIABLE: Final = "FAIRWAY_VLLM_DIR"
+_SIOCGIFADDR: Final = 0x8915  # Linux's ioctl for an interface's address
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ def interpreter_of(folder: Path | None) -> Path | None:
 _VLLM: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # ranks import what ties them to their engine
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -77,15 +84,38 @@ _VLLM: Final = {
 
 
 def engine_variables(
-    environ: Mapping[str, str] | None = None, *, threads: int = 0, splits_kv: bool = False
+    environ: Mapping[str, str] | None = None,
+    *,
+    threads: int = 0,
+    splits_kv: bool = False,
+    address: str = "",
 ) -> dict[str, str]:
     """Return the variables of a process there: the product's packages, nothing else of this Python.
 
     ``threads``: of each rank; 0: torch's default. ``splits_kv``: attention on a CPU may split the KV of a
-    sequence by what else is in the step, so that results depend on it.
+    sequence by what else is in the step, so that results depend on it. ``address``: of this machine, to which
+    ranks of several nodes bind; empty: all are here. Raises OSError where no interface has it.
     """
     found = os.environ if environ is None else environ
     kept = {name: value for name, value in found.items() if not name.startswith("PYTHON")}
     kept.pop("VIRTUAL_ENV", None)
     own = {"PYTHONPATH": str(ROOT), "PYTHONNOUSERSITE": "1", "VLLM_CPU_ATTN_SPLIT_KV": str(int(splits_kv))}
+    if address:
+        name = _interface_of(address)
+        own |= {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+        # torch's ranks then look for a store that is there, and none listens on every address.
+        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     return kept | _VLLM | own | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+
+
+def _interface_of(address: str) -> str:
+    """Return the network interface whose IPv4 address it is. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # this one has no IPv4 address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise OSError(
+        errno.EADDRNOTAVAIL, f"no network interface has the address {address}: FAIRWAY_RANKS_ADDRESS"
+    )

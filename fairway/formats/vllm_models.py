@@ -24,6 +24,8 @@ PROVED: Final[Mapping[str, str]] = {
     "MixtralForCausalLM": "mixtral",
     "Phi3ForCausalLM": "phi3",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
+    "Glm4ForCausalLM": "glm4",
 }
 # Families of Fairway's engine whose quantised weights vLLM serves.
 QUANTISED: Final = ("LlamaForCausalLM",)

@@ -184,3 +184,77 @@ class WorkerService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class FollowerServiceStub:
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.stream_stream(
+                '/fairway.v1.FollowerService/Follow',
+                request_serializer=fairway_dot_v1_dot_worker__pb2.FollowRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_worker__pb2.FollowResponse.FromString,
+                _registered_method=True)
+
+
+class FollowerServiceServicer:
+    """Missing associated documentation comment in .proto file."""
+
+    def Follow(self, request_iterator, context):
+        """Run ranks of one engine that leads from another node, until either side ends the stream. The first request has
+        the engine; later ones, and their answers, show that both sides are there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FollowerServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=fairway_dot_v1_dot_worker__pb2.FollowRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_worker__pb2.FollowResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fairway.v1.FollowerService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fairway.v1.FollowerService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class FollowerService:
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/fairway.v1.FollowerService/Follow',
+            fairway_dot_v1_dot_worker__pb2.FollowRequest.SerializeToString,
+            fairway_dot_v1_dot_worker__pb2.FollowResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -74,3 +74,34 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Take no new sequences; return once the running ones ended or the deadline passed."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class FollowerServiceStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> FollowerServiceAsyncStub: ...
+    Follow: _grpc.StreamStreamMultiCallable[_worker_pb2.FollowRequest, _worker_pb2.FollowResponse]
+    """Run ranks of one engine that leads from another node, until either side ends the stream. The first request has
+    the engine; later ones, and their answers, show that both sides are there.
+    """
+
+@_typing.type_check_only
+class FollowerServiceAsyncStub(FollowerServiceStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Follow: _aio.StreamStreamMultiCallable[_worker_pb2.FollowRequest, _worker_pb2.FollowResponse]  # type: ignore[assignment]
+    """Run ranks of one engine that leads from another node, until either side ends the stream. The first request has
+    the engine; later ones, and their answers, show that both sides are there.
+    """
+
+class FollowerServiceServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.FollowRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.FollowResponse], _abc.AsyncIterator[_worker_pb2.FollowResponse]]:
+        """Run ranks of one engine that leads from another node, until either side ends the stream. The first request has
+        the engine; later ones, and their answers, show that both sides are there.
+        """
+
+def add_FollowerServiceServicer_to_server(servicer: FollowerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

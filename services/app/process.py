@@ -32,7 +32,7 @@ _HEALTH_PERIOD_S: Final = 1.0  # the interval at which load balancers probe
 _STOP_GRACE_S: Final = 2.0
 EXIT_USAGE: Final = 2
 EXIT_CANNOT_START: Final = 3
-ROLES: Final = ("registry", "controlplane", "scheduler", "worker", "gateway")
+ROLES: Final = ("registry", "controlplane", "scheduler", "worker", "gateway", "follower")
 PRIVATE_UMASK: Final = 0o077  # only this user reads models, blobs and sockets
 
 

@@ -10,6 +10,9 @@ from services.ports.streams import StreamMethod
 EXECUTE: Final = StreamMethod(
     "/fairway.v1.WorkerService/Execute", worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse
 )
+FOLLOW: Final = StreamMethod(
+    "/fairway.v1.FollowerService/Follow", worker_pb2.FollowRequest, worker_pb2.FollowResponse
+)
 CONNECT: Final = StreamMethod(
     "/fairway.v1.SchedulerService/Connect", scheduler_pb2.ConnectRequest, scheduler_pb2.ConnectResponse
 )

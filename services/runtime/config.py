@@ -132,8 +132,12 @@ class Settings(BaseModel):
 
     # Torch device of the engine, such as cpu or cuda:0.
     device: str = "cpu"
-    # Devices of this kind that the worker has as one group: the ranks that share a model.
+    # Devices of this kind that the node has as one group: the ranks that share a model.
     devices: int = Field(default=1, ge=1, le=64)
+    # Addresses of followers, `fairway engines follow` on other nodes: as many devices on each as on this one.
+    followers: tuple[Address, ...] = Field(default=(), max_length=15)
+    # IPv4 address of this node for ranks on several nodes. What listens there asks for no credential.
+    ranks_address: str = Field(default="127.0.0.1", pattern=r"^\d{1,3}(\.\d{1,3}){3}$")
     # Workers of one type are expected to be equally fast; default: the device's name.
     device_type: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?$")
     # Price of the worker in any one currency; 0: unknown.
@@ -231,7 +235,7 @@ class Settings(BaseModel):
     # Most bytes of such answers per tenant.
     response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
 
-    @field_validator("etcd_endpoints", "cors_origins", mode="before")
+    @field_validator("etcd_endpoints", "cors_origins", "followers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value

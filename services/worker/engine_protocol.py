@@ -77,6 +77,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["auto", "exact", "free"] = "auto"
     tensor_parallel: int = 1  # ranks that share each layer, of "vllm"
     pipeline_parallel: int = 1  # groups of ranks that follow each other, of "vllm"
+    nodes: int = 1  # nodes that have equally many of the ranks
+    node: int = 0  # place of this node among them; the engine is on the first
+    store: str = ""  # host:port at which ranks of several nodes find each other
+    store_fd: int = -1  # inherited socket that listens there, on the first node
+    model: str = ""  # model of the version whose files other nodes fetch
+    version_digest: str = ""  # digest of that version
     request_log_per_s: float = 200.0  # most log lines about single sequences
     # File of the ``StepPage`` on which the engine announces its steps; empty: it does not.
     step_page_path: str = ""

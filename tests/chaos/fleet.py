@@ -357,6 +357,17 @@ class Fleet:
                 found.append(f"{name} has {ready} of {wanted} replicas: {answer.deployment.status.message}")
         return "; ".join(found)
 
+    async def exact(self, names: Sequence[str]) -> set[str]:
+        """Return the deployments of which every replica promises exact outputs."""
+        admin = metadata(self.admin_key)
+        stub = controlplane_pb2_grpc.ControlPlaneServiceStub(self.channel(self.addresses.of("controlplane")))
+        found = set()
+        for name in names:
+            answer = await stub.GetDeployment(cp.GetDeploymentRequest(name=name), metadata=admin, timeout=5)
+            if all("exact" in replica.capabilities for replica in answer.deployment.status.replicas):
+                found.add(name)
+        return found
+
     async def meter(self, tenant: str, names: Sequence[str] = ()) -> None:
         """Price deployments at a micro-dollar per token, and give the tenant a budget that shows it.
 

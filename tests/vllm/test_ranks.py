@@ -1,57 +1,32 @@
-"""Engines on several ranks: the same tokens, and what becomes of them when a rank is lost."""
+"""Engines on several ranks: the same tokens, and what becomes of them when a rank is lost or hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from services.runtime.clock import SystemClock
+from services.runtime.process.shared_memory import SHARED, held_inodes, sweep
+from services.runtime.supervisor import Supervisor
 from services.worker.engine.process import EngineExitCode
-from services.worker.engine_protocol import EngineConfig
-from tests.contract.engine.conftest import TINY, VLLM_PYTHON, Engine
+from services.worker.policy.engine_failures import ABANDON_STEPS
+from services.worker.slots.engine_process import Crashed, EngineTimeouts, process_launcher
+from tests.contract.engine.conftest import VLLM_PYTHON, Engine
 from tests.support.engine_agent import Agent
+from tests.support.waiting import until
+from tests.vllm.conftest import LOAD_S, PROMPTS, Run, config_of, ranks_of, tokens
 
-DRAWN = random.Random(8)
-PROMPTS = [[DRAWN.randrange(10, 4000) for _ in range(size)] for size in (5, 33, 100, 140)]
-SHARED = Path("/dev/shm")
 SOON_S = 2.0
-
-
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    agents: list[Agent] = []
-
-    def run(executor: str = "vllm", **options: Any) -> Engine:
-        defaults: dict[str, Any] = {"threads": 1, "block_size": 32, "kv_blocks": 64, "token_budget": 96}
-        defaults |= {"max_sequences": 16, "memory_bytes": 2 << 30, "max_model_len": 512}
-        config = EngineConfig("", str(TINY), executor=executor, **(defaults | options))  # type: ignore[arg-type]
-        agents.append(Agent(tmp_path_factory.mktemp("engine"), config, python=VLLM_PYTHON))
-        return Engine(agents[-1])
-
-    yield run
-    for agent in agents:
-        agent.close()
-
-
-def tokens(engine: Engine) -> list[list[int]]:
-    handles = [
-        engine.submit(prompt, 16, seed=place, temperature=float(place % 2), logprobs=2, presence_penalty=0.5)
-        for place, prompt in enumerate(PROMPTS)
-    ]
-    return [output.tokens for output in engine.run(*handles)]
-
-
-def ranks_of(engine: Engine) -> list[psutil.Process]:
-    family = psutil.Process(engine.agent.process.pid).children(recursive=True)
-    return [each for each in family if "Worker" in " ".join(each.cmdline())]
+LONG = 300
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
@@ -60,7 +35,7 @@ def test_ranks_give_the_tokens_of_one_and_leave_no_memory(start: Callable[..., E
     engine = start(**sizes)
     assert "exact" in engine.ready.capabilities
     assert tokens(engine) == tokens(start()) == tokens(start("torch"))
-    assert len(ranks_of(engine)) == 2
+    assert len(ranks_of(engine.agent.process.pid)) == 2
     os.killpg(engine.agent.process.pid, signal.SIGKILL)
     engine.agent.exit_code()
     assert set(SHARED.iterdir()) <= before
@@ -75,7 +50,7 @@ def test_a_lost_rank_ends_the_engine_within_two_seconds(
     if busy:
         engine.submit(PROMPTS[0], 400)
         engine.step()
-    os.kill(ranks_of(engine)[1].pid, signal.SIGKILL)
+    os.kill(ranks_of(engine.agent.process.pid)[1].pid, signal.SIGKILL)
     killed_s = time.monotonic()
     with pytest.raises(struct.error):  # the end of the stream
         while True:
@@ -88,3 +63,53 @@ def test_bfloat16_is_served_and_promised_as_less(start: Callable[..., Engine]) -
     engine = start(dtype="bfloat16")
     assert "exact" not in engine.ready.capabilities
     assert all(len(output) == 16 for output in tokens(engine))
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+async def test_ranks_end_with_the_process_that_started_them(tmp_path: Path, is_loaded: bool) -> None:
+    before, began_s = set(os.listdir(SHARED)), time.time()
+    agent = Agent(tmp_path, config_of(tensor_parallel=2), python=VLLM_PYTHON)
+    try:
+        if is_loaded:
+            agent.ready()
+        await until(lambda: len(ranks_of(agent.process.pid)) == 2, LOAD_S)
+        ranks = ranks_of(agent.process.pid)
+        agent.process.kill()
+        await until(lambda: not any(runs(rank) for rank in ranks), SOON_S)
+    finally:
+        agent.close()
+    sweep(began_s)
+    held, _ = held_inodes(Path("/proc"), str(SHARED))
+    assert {entry.name for entry in os.scandir(SHARED) if entry.inode() not in held} <= before
+
+
+def runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+@pytest.mark.timeout(900)
+async def test_a_hung_rank_is_replaced_and_its_sequences_go_on(
+    supervisor: Supervisor, vllm_dir: Path
+) -> None:
+    timeouts = EngineTimeouts()
+    launch = process_launcher(SystemClock(), supervisor, timeouts, vllm_dir=vllm_dir)
+    hung, next_ = (Run(launch, config_of(tensor_parallel=2)) for _ in range(2))
+    for run in (hung, next_):
+        await run.engine.start()
+    for run in (hung, next_):
+        await run.ready()
+    hung.submit(LONG)
+    await until(lambda: all(len(each) >= 3 for each in hung.tokens.values()))
+    os.kill(ranks_of(hung.engine.pid)[1].pid, signal.SIGSTOP)
+    stopped_s = time.monotonic()
+    patience_s = max(timeouts.silence_s, 2 * ABANDON_STEPS * hung.full_step_s)
+    await until(lambda: hung.exit is not None, patience_s + 30.0)
+    assert time.monotonic() - stopped_s < patience_s + 5.0
+    assert isinstance(hung.exit, Crashed)
+    assert "no message for" in hung.exit.message
+    assert not hung.finished
+    resumed = await next_.outputs(next_.submit(LONG, list(hung.tokens.values())))
+    assert resumed == await next_.outputs(next_.submit(LONG))
+    await next_.engine.stop()

@@ -14,6 +14,8 @@ import typer
 from fairway.cli.connection import help_text
 from fairway.cli.errors import CliError
 from fairway.cli.flags import Format, OutputOption
+from fairway.cli.fleet.options import search_path
+from fairway.cli.fleet.roles import CLIENT_VARIABLES
 from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.output import err, out, plain
@@ -120,8 +122,46 @@ def _list(folder: DirOption = None, output: OutputOption = Format.TABLE) -> None
         plain(err(), f"`{_INSTALL}` installs vllm")
 
 
+def _follow(
+    listen: Annotated[str, typer.Option("--listen", help="host:port that the leading worker names.")],
+    registry: Annotated[str, typer.Option("--registry", help="host:port of the registry.")],
+    address: Annotated[
+        str, typer.Option("--address", help="IPv4 address of this node for its ranks.")
+    ] = "127.0.0.1",
+    devices: Annotated[int, typer.Option("--devices", min=1, max=64, help="Devices of this node.")] = 1,
+    state_dir: Annotated[Path, typer.Option("--state-dir", help="Folder of its files.")] = DEFAULT_STATE_DIR
+    / "follower",
+    token: Annotated[
+        Path | None,
+        typer.Option("--internal-token-file", help="The services' secret; default: the setting's."),
+    ] = None,
+    folder: DirOption = None,
+) -> None:
+    """Run ranks of engines that lead from another node's worker, until SIGTERM.
+
+    That worker has this address in FAIRWAY_FOLLOWERS. Other settings of roles come from the environment.
+    """
+    given = {
+        "FAIRWAY_LISTEN": listen,
+        "FAIRWAY_REGISTRY": registry,
+        "FAIRWAY_RANKS_ADDRESS": address,
+        "FAIRWAY_DEVICES": str(devices),
+        "FAIRWAY_STATE_DIR": str(state_dir),
+        FOLDER_VARIABLE: str(_folder(folder)),
+    }
+    if token is not None:
+        given["FAIRWAY_INTERNAL_TOKEN_FILE"] = str(token)
+    if interpreter_of(_folder(folder)) is None:
+        raise CliError("ENGINE_NOT_INSTALLED", f"vllm is not in {_folder(folder)}", next_step=f"`{_INSTALL}`")
+    kept = {name: value for name, value in os.environ.items() if name not in CLIENT_VARIABLES}
+    command = [sys.executable, "-P", "-m", "services", "follower"]
+    os.execve(sys.executable, command, kept | given | {"PYTHONPATH": search_path(os.environ)})
+
+
 app.command("install", help=help_text(_install.__doc__ or "", (_INSTALL, f"{_INSTALL} --device cuda")))(
     _install
 )
 app.command("check", help=help_text(_check.__doc__ or "", ("fairway engines check",)))(_check)
 app.command("list", help=help_text(_list.__doc__ or "", ("fairway engines list",)))(_list)
+_FOLLOW: Final = "fairway engines follow --listen 10.0.0.2:9200 --registry 10.0.0.1:9091 --address 10.0.0.2"
+app.command("follow", help=help_text(_follow.__doc__ or "", (_FOLLOW,)))(_follow)

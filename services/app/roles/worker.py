@@ -29,6 +29,7 @@ from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
+from services.worker.slots.followed_engine import Followers, led_launcher
 from services.worker.slots.version_files import VersionFiles
 from services.worker.streams.admission import FallbackAdmission, FallbackRules
 from services.worker.streams.charges import DeviceKind, DeviceTime
@@ -100,16 +101,30 @@ def worker(environment: Environment) -> Role:
 def _agent(
     environment: Environment, host: SequenceHost, files: ModelFiles, telemetry: WorkerTelemetry
 ) -> WorkerAgent:
-    clock, supervisor = environment.clock, environment.supervisor
-    texts, engines = TextProcessCheck(clock, supervisor), engine_settings(environment.settings)
+    clock, supervisor, settings = environment.clock, environment.supervisor, environment.settings
+    texts, engines = TextProcessCheck(clock, supervisor), engine_settings(settings)
     return WorkerAgent(
-        worker_identity(environment.settings),
+        worker_identity(settings),
         settings=engines,
         host=host,
         store=environment.store,
         files=lambda version: VersionFiles(version, files, texts, clock),
-        launch=process_launcher(
-            clock, supervisor, engines.timeouts, vllm_dir=vllm_folder(environment.settings)
+        launch=led_launcher(
+            process_launcher(
+                clock,
+                supervisor,
+                engines.timeouts,
+                vllm_dir=vllm_folder(settings),
+                ranks_address=settings.ranks_address,
+            ),
+            Followers(
+                settings.worker_id,
+                settings.followers,
+                settings.ranks_address,
+                GrpcStreams(environment.internal_token),
+            ),
+            clock,
+            supervisor,
         ),
         clock=clock,
         supervisor=supervisor,
@@ -131,7 +146,7 @@ def worker_identity(settings: Settings) -> WorkerIdentity:
         labels=settings.labels,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
-        devices=settings.devices,
+        devices=settings.devices * (1 + len(settings.followers)),
         lease_ttl_s=settings.lease_ttl_s,
         device_type=settings.device_type or device_type(settings.device),
         cost_per_hour=settings.cost_per_hour,
@@ -157,6 +172,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         max_proposals=settings.max_proposals,
         null_step_s=settings.null_step_s,
         request_log_per_s=settings.request_log_per_s,
+        devices=settings.devices,
+        followers=settings.followers,
         # A request accepted for a version is placed within the queue's time to live, or it ends.
         retire_s=settings.queue_ttl_s + RETIRE_MARGIN_S,
     )

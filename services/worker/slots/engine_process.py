@@ -256,8 +256,13 @@ def process_launcher(
     timeouts: EngineTimeouts,
     env: Mapping[str, str] | None = None,
     vllm_dir: Path | None = None,
+    ranks_address: str = "",
+    command: tuple[str, ...] = (),
 ) -> EngineLauncher:
-    """Return the launcher of engine processes. ``env`` None: the agent's own environment."""
+    """Return the launcher of engine processes. ``env`` None: the agent's own environment.
+
+    ``ranks_address``: of this node, for engines on several. Without ``command``: the module of the executor.
+    """
 
     def launch(config: EngineConfig, events: EngineEvents) -> RunningEngine:
         return EngineProcess(
@@ -268,6 +273,8 @@ def process_launcher(
             timeouts=timeouts,
             env=env,
             vllm_dir=vllm_dir,
+            ranks_address=ranks_address,
+            command=command,
         )
 
     return launch
@@ -287,6 +294,7 @@ class EngineProcess:
         env: Mapping[str, str] | None = None,
         command: tuple[str, ...] = (),
         vllm_dir: Path | None = None,
+        ranks_address: str = "",
     ) -> None:
         """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment. Without
         ``command``: the module of the executor."""
@@ -297,6 +305,7 @@ class EngineProcess:
         self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
         self._env = env
         self._vllm_dir = vllm_dir  # the environment of the executor "vllm"
+        self._ranks_address = ranks_address
         self._command = command or (BATCHER_MODULE if config.executor == "rows" else ENGINE_MODULE)
         self._link = EngineLink(self._on_event, self.kill)
         self._process: subprocess.Popen[bytes] | None = None
@@ -402,13 +411,14 @@ class EngineProcess:
                 raise EngineNotInstalled(
                     f"vLLM is not installed in {self._vllm_dir}: run `fairway engines install vllm`"
                 )
-            ranks = config.tensor_parallel * config.pipeline_parallel
+            ranks = config.tensor_parallel * config.pipeline_parallel // config.nodes
             python, env = (
                 str(found),
                 engine_variables(
                     env,
                     threads=max(1, config.threads // ranks) if config.threads else 0,
                     splits_kv=config.mode == "free",
+                    address=self._ranks_address if config.nodes > 1 else "",
                 ),
             )
         with log_pipe.write_end() as stderr:
@@ -418,6 +428,7 @@ class EngineProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
+                pass_fds=() if config.store_fd < 0 else (config.store_fd,),
                 env=None if env is None else dict(env),
             )
 
@@ -448,6 +459,7 @@ class EngineProcess:
             if self._link.transport is not None:
                 self._link.transport.abort()
             if self._config.executor == "vllm":
+                await self._group_ended(process.pid)
                 await asyncio.to_thread(sweep, self._born_unix_s)
             self._exited.set()
         exit_ = self._exit_of(code)
@@ -465,6 +477,13 @@ class EngineProcess:
                     await self._link.closed.wait()
         await asyncio.wait({reader}, timeout=EXIT_GRACE_S)
         reader.cancel()
+
+    async def _group_ended(self, group: int) -> None:
+        """Return once the killed group is empty, or after a second: what a process maps is not swept."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            for _ in range(50):
+                os.killpg(group, 0)
+                await self._clock.sleep(0.02)
 
     async def _watch(self, server: asyncio.Server) -> None:
         """Kill a process that hangs, or that runs on after its connection closed."""

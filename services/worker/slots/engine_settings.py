@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from msgspec import structs
 
+from services.core.errors import FailedPrecondition
 from services.worker.engine_protocol import EngineConfig
 from services.worker.slots.engine_process import EngineTimeouts
 
@@ -71,6 +72,19 @@ class EngineSettings:
     failed_backoff_first_s: float = 2.0
     failed_backoff_most_s: float = 60.0
     timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)  # limits of the engine process
+    devices: int = 1  # devices of this node
+    followers: tuple[str, ...] = ()  # addresses of followers, each with as many devices
+
+    def nodes_of(self, ranks: int) -> int:
+        """Return on how many nodes so many ranks run, equally many on each. Raises FailedPrecondition."""
+        most = 1 + len(self.followers)
+        for nodes in range(1, most + 1):
+            if ranks <= nodes * self.devices and ranks % nodes == 0:
+                return nodes
+        raise FailedPrecondition(
+            f"{ranks} ranks do not divide evenly among up to {most} nodes of {self.devices} devices: "
+            "choose other sizes, or set FAIRWAY_DEVICES and FAIRWAY_FOLLOWERS"
+        )
 
     def config(
         self, folder: Path, executor: Executor, *, memory_bytes: int, draft: Path | None

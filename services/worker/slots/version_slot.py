@@ -313,6 +313,9 @@ class VersionSlot:
             itl_target_s=self.itl_target_s,
             tensor_parallel=self.version.tensor_parallel,
             pipeline_parallel=self.version.pipeline_parallel,
+            nodes=settings.nodes_of(self.version.tensor_parallel * self.version.pipeline_parallel),
+            model=self.version.model,
+            version_digest=self.version.version_digest,
         )
         return await self.files.limited(config, folder)
 

@@ -17,6 +17,7 @@ from typing import Final
 
 import structlog
 from msgspec import structs
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
@@ -25,6 +26,7 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor import Executor as Ranks
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from services.runtime.process.shared_memory import SHARED, mapped_inodes
 from services.worker.engine.execute.executor import Executor, Inline
 from services.worker.engine.execute.step_rows import Seats
 from services.worker.engine.load.config import eos_ids, read_json
@@ -35,7 +37,6 @@ from services.worker.engine_protocol import EngineConfig, Ready
 from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
 
 LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
-SHARED: Final = "/dev/shm/"
 RANK: Final = "services.worker.engines.vllm.rank.FairwayRank"
 
 log = structlog.get_logger()
@@ -45,17 +46,15 @@ def load_vllm(
     config: EngineConfig, report: Callable[[str, float], None]
 ) -> tuple[Executor, Ready, frozenset[int]]:
     """Return an executor on ranks that have the weights and a pool. Raises LoadError."""
-    config = structs.replace(config, block_size=max(LEAST_BLOCK_TOKENS, config.block_size))
     report("weights", 0.0)
-    try:
-        vllm_config = _arguments(config).create_engine_config()
-    except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
-        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
+    vllm_config = vllm_config_of(config)
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     config = structs.replace(config, block_size=block_size)
     before = own_bytes()
+    store = _store(config) if config.nodes > 1 else None
     ranks = Ranks.get_class(vllm_config)(vllm_config)
-    _watch(ranks)
+    ranks.fairway_store = store  # it is there as long as the ranks
+    watch(ranks)
     report("weights", 1.0)
     register_all_kvcache_specs(vllm_config)
     specs = ranks.get_kv_cache_specs()
@@ -77,15 +76,31 @@ def load_vllm(
     ready = sized(config, most, working)
     report("profile", 1.0)
     _allocate(vllm_config, ranks, specs, ready)
-    _unlink_shared(ranks)
+    unlink_shared(ranks)
     in_process = vllm_config.parallel_config.world_size == 1
     folder = Path(config.model_dir)
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
     return Inline(VllmRunner(ranks, block_size=block_size, in_process=in_process)), ready, stop_ids
 
 
+def vllm_config_of(config: EngineConfig) -> VllmConfig:
+    """Return vLLM's configuration, the same on every node. Raises BadEngineConfig."""
+    config = structs.replace(config, block_size=max(LEAST_BLOCK_TOKENS, config.block_size))
+    try:
+        return _arguments(config).create_engine_config(headless=config.node > 0)
+    except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
+        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
+
+
+def _store(config: EngineConfig) -> TCPStore:
+    """Return the store of ranks of several nodes, on the socket that this process inherited."""
+    host, _, port = config.store.rpartition(":")
+    return TCPStore(host, int(port), is_master=True, wait_for_workers=False, master_listen_fd=config.store_fd)
+
+
 def _arguments(config: EngineConfig) -> EngineArgs:
     ranks = config.tensor_parallel * config.pipeline_parallel
+    host, _, port = (config.store or "127.0.0.1:0").rpartition(":")
     return EngineArgs(
         model=config.model_dir,
         load_format="safetensors",
@@ -100,6 +115,10 @@ def _arguments(config: EngineConfig) -> EngineArgs:
         tensor_parallel_size=config.tensor_parallel,
         pipeline_parallel_size=config.pipeline_parallel,
         distributed_executor_backend="mp" if ranks > 1 else "uni",
+        nnodes=config.nodes,
+        node_rank=config.node,
+        master_addr=host,
+        master_port=int(port),
         # What follows is our engine's part, or would change the shape of a step behind its back.
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -151,23 +170,20 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]
 
 
-def _unlink_shared(ranks: Ranks) -> None:
+def unlink_shared(ranks: Ranks) -> None:
     """Take the names of the memory that the ranks share, so that none is left behind however they end.
 
     Who has mapped it keeps it. What a process leaves that is killed before, its agent removes.
     """
-    mapped: set[int] = set()
-    for pid in (os.getpid(), *(worker.proc.pid for worker in getattr(ranks, "workers", ()))):
-        for line in Path(f"/proc/{pid}/maps").read_text("utf-8", "replace").splitlines():
-            if SHARED in line:  # a semaphore is mapped by a name that it has lost, so inodes are compared
-                mapped.add(int(line.split(maxsplit=5)[4]))
+    pids = (os.getpid(), *(worker.proc.pid for worker in getattr(ranks, "workers", ())))
+    mapped = set[int]().union(*(mapped_inodes(Path(f"/proc/{pid}"), str(SHARED)) for pid in pids))
     for entry in os.scandir(SHARED):
         if entry.inode() in mapped:
             with contextlib.suppress(OSError):
                 os.unlink(entry.path)
 
 
-def _watch(ranks: Ranks) -> None:
+def watch(ranks: Ranks) -> None:
     """End the process with the first rank that ends: vLLM lets a step wait for it for some seconds."""
     processes = [worker.proc for worker in getattr(ranks, "workers", ())]
     if not processes:

@@ -7,6 +7,7 @@ receives those that came since the step before, so that no rank needs another's 
 
 from __future__ import annotations
 
+import multiprocessing
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
+from services.runtime.process.child import die_with_parent
 from services.worker.engine.execute.executor import RuledRows, Samples, StepMasks
 from services.worker.engine.execute.step_rows import SamplingRows
 from services.worker.engine.execute.torch_executor import ScoredChunk, ScoredRows, launch_scores
 from services.worker.engine.load.memory_meter import meter_for, own_bytes
 from services.worker.engine.sample.sampler import TORCH, launch
+
+if multiprocessing.parent_process() is not None:  # a rank, which reads this module before it loads anything
+    die_with_parent()
 
 
 @dataclass(frozen=True, slots=True)
