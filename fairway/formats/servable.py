@@ -28,7 +28,7 @@ from fairway.formats.tokenizer_files import (
     require_decodable,
 )
 from fairway.formats.version_files import suffix_of
-from fairway.formats.vllm_models import require_vllm_config, require_vllm_tensors
+from fairway.formats.vllm_models import encoder_problem, require_vllm_config, require_vllm_tensors
 from fairway.formats.weights import (
     INDEX,
     SINGLE,
@@ -41,7 +41,6 @@ from fairway.formats.weights import (
 
 Kind = Literal["causal-lm", "fixed-cost"]
 Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
-_ONLY_DECODERS: Final = "vLLM serves no fixed-cost model: the batcher does"
 _OWN_ADAPTERS: Final = "adapters are served by executor: torch"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
@@ -82,7 +81,7 @@ def no_engine(problems: Mapping[Engine, str]) -> str:
     own, other = problems["torch"], problems["vllm"]
     if not own or not other:
         return ""
-    return own if other in own or other == _ONLY_DECODERS else f"{own}; by vllm: {other}"
+    return own if other in own else f"{own}; by vllm: {other}"
 
 
 def engine_problems(
@@ -90,7 +89,8 @@ def engine_problems(
 ) -> dict[Engine, str]:
     """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
     if kind == "fixed-cost":
-        return {"torch": _own_problem(names, read, kind), "vllm": _ONLY_DECODERS}
+        own = _own_problem(names, read, kind)
+        return {"torch": own, "vllm": own or encoder_problem(parse_fixed_cost(names, read))}
     if gguf := next((name for name in names if name.lower().endswith(".gguf")), ""):
         refused = f"{gguf}: no engine serves GGUF as it is; `fairway models import` converts it"
         return {"torch": refused, "vllm": refused}

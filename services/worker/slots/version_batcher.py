@@ -155,6 +155,7 @@ class VersionBatcher:
             owner.version.version_digest, context, memory, batcher=lambda: self.rows
         )
         self.rows: Batcher | None = None
+        self.capabilities: frozenset[str] = frozenset()  # what the process promises
 
     @property
     def pid(self) -> int:
@@ -239,6 +240,7 @@ class VersionBatcher:
 
     def _admit(self, config: EngineConfig, event: Ready, process: RunningEngine) -> None:
         self._sacrifice.use(structs.replace(config, kv_memory_bytes=event.kv_bytes_per_block))
+        self.capabilities = event.capabilities
         if self.rows is None:
             self.rows = self._new_batcher(event)
             self._context.host.add_rows(self.rows)

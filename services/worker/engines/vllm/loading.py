@@ -50,7 +50,7 @@ def load_vllm(
     try:
         vllm_config = _arguments(config).create_engine_config()
     except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
-        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
+        raise BadEngineConfig(f"vLLM refuses the model: {first_line(error)}") from error
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     config = structs.replace(config, block_size=block_size)
     before = own_bytes()
@@ -77,7 +77,7 @@ def load_vllm(
     ready = sized(config, most, working)
     report("profile", 1.0)
     _allocate(vllm_config, ranks, specs, ready)
-    _unlink_shared(ranks)
+    unlink_shared(ranks)
     in_process = vllm_config.parallel_config.world_size == 1
     folder = Path(config.model_dir)
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
@@ -145,13 +145,13 @@ def _allocate(
     ranks.compile_or_warm_up_model()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return what the error says, without pydantic's heading and the links that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]
 
 
-def _unlink_shared(ranks: Ranks) -> None:
+def unlink_shared(ranks: Ranks) -> None:
     """Take the names of the memory that the ranks share, so that none is left behind however they end.
 
     Who has mapped it keeps it. What a process leaves that is killed before, its agent removes.
