@@ -147,7 +147,7 @@ class VersionBatcher:
         self._context = context
         self.memory = memory
         self._process: RunningEngine | None = None
-        self._ready_s = 0.0
+        self._started_s = self._loaded_s = self._ready_s = 0.0
         # Why it was stopped right after it loaded.
         self._unfit: TookTooMuch | ProbeFailed | None = None
         self._probe: RowProbe | None = None
@@ -175,6 +175,7 @@ class VersionBatcher:
             on_exit=self._on_exit,
         )
         self._process = self._context.launch(config, events)
+        self._started_s = self._context.clock.monotonic_s()
         try:
             await self._process.start()
         except BaseException:
@@ -206,6 +207,7 @@ class VersionBatcher:
             self._refuse(TookTooMuch(error.message), process)
             return
         self.memory.stay()
+        self._loaded_s = self._context.clock.monotonic_s()
         self._owner.engine_loaded()
         if self._owner.probed:
             self._admit(config, event, process)
@@ -246,7 +248,7 @@ class VersionBatcher:
             self._context.host.add_rows(self.rows)
         self._ready_s = self._context.clock.monotonic_s()
         self._owner.engine_ready()
-        self.rows.attach(RunPlace.SERVING, process)
+        self.rows.attach(RunPlace.SERVING, process, load_s=self._loaded_s - self._started_s)
 
     def _new_batcher(self, event: Ready) -> Batcher:
         version, host, telemetry = self._owner.version, self._context.host, self._context.telemetry

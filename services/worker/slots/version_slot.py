@@ -284,8 +284,8 @@ class VersionSlot:
             raise FailedPrecondition("a fixed-cost version has no executor null")
         if tensor_parallel * pipeline_parallel > 1:
             raise FailedPrecondition(
-                "a fixed-cost version runs on one device: tensor_parallel and pipeline_parallel are for models "
-                "that generate"
+                "a fixed-cost version runs on one device: tensor_parallel and pipeline_parallel are for "
+                "models that generate"
             )
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)

@@ -1,4 +1,4 @@
-"""Runs batches of a text encoder on a vLLM worker: a batch is a step of whole prompts, which its pooler answers.
+"""Runs batches of a text encoder on a vLLM worker: each is a step of whole prompts, answered by its pooler.
 
 Fairway's batcher has decided what vLLM's scheduler would. vLLM checks nothing: what a row may hold is checked
 by ``problem``, before it is batched.
@@ -113,9 +113,7 @@ class VllmRows:
         scheduled = SchedulerOutput(
             scheduled_new_reqs=[self._request(name, row) for name, row in zip(names, rows, strict=True)],
             scheduled_cached_reqs=CachedRequestData.make_empty(),
-            num_scheduled_tokens={
-                name: len(row["input_ids"]) for name, row in zip(names, rows, strict=True)
-            },
+            num_scheduled_tokens={name: len(row["input_ids"]) for name, row in zip(names, rows, strict=True)},
             total_num_scheduled_tokens=sum(len(row["input_ids"]) for row in rows),
             scheduled_spec_decode_tokens={},
             scheduled_encoder_inputs={},
