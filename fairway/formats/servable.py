@@ -137,6 +137,7 @@ def _vllm_problem(names: Collection[str], read: Read, own: str) -> str:
     eos_ids(names, read, fields, vocab_size)
     require_vllm_tensors(fields, names, read)
     require_decodable(_tokenizer(names, read, vocab_size).tokenizer)
+    _require_embedding(fields["hidden_size"], names, read)
     if any(name.startswith(_DRAFT) for name in names):
         return f"{_DRAFT}: a version that vLLM serves has no draft"
     return ""
@@ -157,13 +158,18 @@ def _require_decoder(names: Collection[str], read: Read) -> None:
     eos_ids(names, read, fields, config.vocab_size)
     require_layout("", names, read, decoder_layout(config))
     require_decodable(_tokenizer(names, read, config.vocab_size).tokenizer)
-    try:
-        if MODULES in names:
-            last_token(config.hidden_size, 1, names, lambda name: json.loads(read(name)))
-    except (UnsupportedModel, ValueError, RecursionError) as error:
-        raise BadWeights(f"how it embeds: {error}") from error
+    _require_embedding(config.hidden_size, names, read)
     if _DRAFT + CONFIG in names:
         _require_draft(names, read, config)
+
+
+def _require_embedding(hidden_size: int, names: Collection[str], read: Read) -> None:
+    """Return if a decoder's files declare no embedding, or one of its last token. Raises BadWeights."""
+    try:
+        if MODULES in names:
+            last_token(hidden_size, 1, names, lambda name: json.loads(read(name)))
+    except (UnsupportedModel, ValueError, RecursionError) as error:
+        raise BadWeights(f"how it embeds: {error}") from error
 
 
 def _require_draft(names: Collection[str], read: Read, config: ModelConfig) -> None:

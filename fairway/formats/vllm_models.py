@@ -103,7 +103,7 @@ def encoder_problem(config: FixedCostConfig) -> str:
     Families are equal to transformers in each head; Fairway's batcher serves what vLLM does.
     """
     if not isinstance(config, EncoderConfig):
-        return "vLLM serves text encoders alone: images and tensors are served by executor: torch"
+        return "vLLM serves text encoders alone, not images and tensors"
     if config.family.model_type not in POOLED:
         return f"model_type: vLLM has no {config.family.model_type}, only {', '.join(POOLED)}"
     if (size := config.hidden_size // config.heads) not in _HEAD_SIZES:
