@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,18 +15,20 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from numpy.typing import NDArray
 
-from fairway.engines.environment import Installed, mark
+from fairway.engines.environment import Installed, engine_variables, mark
 from services.core.errors import InvalidInput
 from services.core.fixed_cost.rows import RawTensor
 from services.worker.batcher.models.rows import Row
 from services.worker.engine_protocol import BatchRan, EngineConfig, LoadFailed, Progress, RunBatch
+from services.worker.slots.engine_process import ON_VLLM
 from services.worker.slots.engine_settings import EngineSettings
-from tests.contract.engine.conftest import VLLM_PYTHON
+from tests.contract.engine.conftest import VLLM_PYTHON, Engine
 from tests.integration.worker.harness import eventually
 from tests.integration.worker.row_worker import SETTINGS, VERSION, RowWorker, raw
-from tests.support.engine_agent import Agent
+from tests.support.engine_agent import ROOT, Agent
 from tests.support.fixed_cost import POSITIONS, VOCABULARY, own_outputs, save, save_pooling, token_row
 
 WIDTH: Final = 96  # vLLM has no attention with smaller heads
@@ -105,7 +108,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ag
     def run(folder: Path, **options: Any) -> Agent:
         fields: dict[str, Any] = {"executor": "vllm_rows", "threads": 1} | options
         config = EngineConfig("", str(folder), **fields)
-        python = VLLM_PYTHON if config.executor == "vllm_rows" else sys.executable
+        python = VLLM_PYTHON if config.executor in ON_VLLM else sys.executable
         agents.append(Agent(tmp_path_factory.mktemp("rows"), config, python=python))
         return agents[-1]
 
@@ -218,4 +221,36 @@ async def test_a_worker_batches_charges_and_answers_once_after_a_kill(worker: Ro
     for reader, first in zip(readers, before, strict=True):
         assert np.array_equal(reader.outputs["embedding"], first.outputs["embedding"])
     assert worker.restarts == 1
-    await eventually(lambda: len(worker.harness.usage.sequences) == 2 * len(rows) + 1)
+    await eventually(lambda: len(worker.batcher) == 0)
+    charged = sum(use.usage.prompt_tokens for use in worker.harness.usage.sequences)
+    assert charged == 2 * sum(len(row["input_ids"]) for row in rows)
+
+
+def test_after_an_exception_it_answers_as_before_or_the_process_ends(tmp_path: Path) -> None:
+    written("mean", tmp_path)
+    ended = subprocess.run(
+        [VLLM_PYTHON, "-m", "tests.support.faulty_vllm_rows", str(tmp_path)],
+        cwd=ROOT,
+        env=engine_variables(threads=1),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LOAD_S,
+    )
+    assert ended.stdout.splitlines()[-3:] == ["raised True", "requests left: 0", "ended by 4"]
+
+
+def test_a_decoder_that_vllm_alone_serves_embeds_by_its_last_token(
+    start: Callable[..., Agent], tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = save("Gemma2", "ForCausalLM", tmp_path, vocab_size=VOCABULARY, hidden_size=64, **sizes)
+    options: dict[str, Any] = {"block_size": 32, "kv_blocks": 16, "token_budget": 64, "max_sequences": 8}
+    engine = Engine(start(tmp_path, executor="vllm", max_model_len=128, **options))
+    prompts = [row["input_ids"].tolist() for row in drawn_rows(2, 6, types=False)]
+    handles = [engine.submit(prompt, 0, credit=1, embed=True) for prompt in prompts]
+    for prompt, output in zip(prompts, engine.run(*handles), strict=True):
+        with torch.inference_mode():
+            right = model.model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+        found = np.frombuffer(output.embedding, "<f4")
+        np.testing.assert_allclose(found, right, rtol=0, atol=TOLERANCE * float(np.abs(right).max()))
