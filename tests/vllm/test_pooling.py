@@ -244,7 +244,15 @@ def test_a_decoder_that_vllm_alone_serves_embeds_by_its_last_token(
     start: Callable[..., Agent], tmp_path: Path
 ) -> None:
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    model = save("Gemma2", "ForCausalLM", tmp_path, vocab_size=VOCABULARY, hidden_size=64, **sizes)
+    model = save(
+        "Gemma2",
+        "ForCausalLM",
+        tmp_path,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        max_position_embeddings=128,
+        **sizes,
+    )
     options: dict[str, Any] = {"block_size": 32, "kv_blocks": 16, "token_budget": 64, "max_sequences": 8}
     engine = Engine(start(tmp_path, executor="vllm", max_model_len=128, **options))
     prompts = [row["input_ids"].tolist() for row in drawn_rows(2, 6, types=False)]

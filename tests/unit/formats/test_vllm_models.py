@@ -116,7 +116,9 @@ def test_an_encoder_is_served_by_both_and_its_own_engine_comes_first(name: str) 
     )
     problems = engine_problems(held, reader(held), "fixed-cost")
     assert problems == {"torch": "", "vllm": ""}
-    record = VersionRecord("embed", "sha256:1", 1, 0.0, engine_problems=dict(problems))
+    record = VersionRecord(
+        "embed", "sha256:1", 1, 0.0, engine_problems={str(name): text for name, text in problems.items()}
+    )
     assert record.servable_by == ("torch", "vllm")
     assert record.executor("", field="executor") == "torch"
     assert record.executor("vllm", field="executor") == "vllm"
