@@ -279,7 +279,7 @@ class VersionBatcher:
             self.rows.on_batch(RunPlace.SERVING, event)
 
     def _on_exit(self, exit_: EngineExit) -> None:
-        self._process = None
+        self._process, self.capabilities = None, frozenset()
         ran_s = 0.0
         if self.rows is not None:
             if self.rows.ready:
