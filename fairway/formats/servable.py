@@ -28,7 +28,7 @@ from fairway.formats.tokenizer_files import (
     require_decodable,
 )
 from fairway.formats.version_files import suffix_of
-from fairway.formats.vllm_models import require_vllm_config, require_vllm_tensors
+from fairway.formats.vllm_models import encoder_problem, require_vllm_config, require_vllm_tensors
 from fairway.formats.weights import (
     INDEX,
     SINGLE,
@@ -41,7 +41,6 @@ from fairway.formats.weights import (
 
 Kind = Literal["causal-lm", "fixed-cost"]
 Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
-_ONLY_DECODERS: Final = "vLLM serves no fixed-cost model: the batcher does"
 _OWN_ADAPTERS: Final = "adapters are served by executor: torch"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
@@ -82,7 +81,7 @@ def no_engine(problems: Mapping[Engine, str]) -> str:
     own, other = problems["torch"], problems["vllm"]
     if not own or not other:
         return ""
-    return own if other in own or other == _ONLY_DECODERS else f"{own}; by vllm: {other}"
+    return own if other in own else f"{own}; by vllm: {other}"
 
 
 def engine_problems(
@@ -90,7 +89,8 @@ def engine_problems(
 ) -> dict[Engine, str]:
     """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
     if kind == "fixed-cost":
-        return {"torch": _own_problem(names, read, kind), "vllm": _ONLY_DECODERS}
+        own = _own_problem(names, read, kind)
+        return {"torch": own, "vllm": own or encoder_problem(parse_fixed_cost(names, read))}
     if gguf := next((name for name in names if name.lower().endswith(".gguf")), ""):
         refused = f"{gguf}: no engine serves GGUF as it is; `fairway models import` converts it"
         return {"torch": refused, "vllm": refused}
@@ -137,6 +137,7 @@ def _vllm_problem(names: Collection[str], read: Read, own: str) -> str:
     eos_ids(names, read, fields, vocab_size)
     require_vllm_tensors(fields, names, read)
     require_decodable(_tokenizer(names, read, vocab_size).tokenizer)
+    _require_embedding(fields["hidden_size"], names, read)
     if any(name.startswith(_DRAFT) for name in names):
         return f"{_DRAFT}: a version that vLLM serves has no draft"
     return ""
@@ -157,13 +158,18 @@ def _require_decoder(names: Collection[str], read: Read) -> None:
     eos_ids(names, read, fields, config.vocab_size)
     require_layout("", names, read, decoder_layout(config))
     require_decodable(_tokenizer(names, read, config.vocab_size).tokenizer)
-    try:
-        if MODULES in names:
-            last_token(config.hidden_size, 1, names, lambda name: json.loads(read(name)))
-    except (UnsupportedModel, ValueError, RecursionError) as error:
-        raise BadWeights(f"how it embeds: {error}") from error
+    _require_embedding(config.hidden_size, names, read)
     if _DRAFT + CONFIG in names:
         _require_draft(names, read, config)
+
+
+def _require_embedding(hidden_size: int, names: Collection[str], read: Read) -> None:
+    """Return if a decoder's files declare no embedding, or one of its last token. Raises BadWeights."""
+    try:
+        if MODULES in names:
+            last_token(hidden_size, 1, names, lambda name: json.loads(read(name)))
+    except (UnsupportedModel, ValueError, RecursionError) as error:
+        raise BadWeights(f"how it embeds: {error}") from error
 
 
 def _require_draft(names: Collection[str], read: Read, config: ModelConfig) -> None:

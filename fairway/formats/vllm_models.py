@@ -13,6 +13,8 @@ from typing import Any, Final
 from fairway.formats import safetensors
 from fairway.formats.config_fields import UnsupportedModel, object_in, positive_int
 from fairway.formats.decoder_config import FAMILIES, MAX_LAYERS, parse_config
+from fairway.formats.fixed_cost.config import FixedCostConfig
+from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.rope_config import context_of
 from fairway.formats.weights import DTYPES, INDEX, SINGLE, BadWeights, Read, named, read_tensors
 
@@ -29,6 +31,8 @@ PROVED: Final[Mapping[str, str]] = {
 }
 # Families of Fairway's engine whose quantised weights vLLM serves.
 QUANTISED: Final = ("LlamaForCausalLM",)
+POOLED: Final = ("bert", "roberta", "xlm-roberta")  # model types of encoders that vLLM pools
+_HEAD_SIZES: Final = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # what its attention on CPUs has
 REFUSED: Final[Mapping[str, str]] = {
     "DeepseekV2ForCausalLM": "its latent attention is not exact in vLLM",
     "DeepseekV3ForCausalLM": "its latent attention is not exact in vLLM",
@@ -93,6 +97,22 @@ def require_vllm_config(fields: Mapping[str, Any]) -> int:
         raise UnsupportedModel("num_key_value_heads", kv_heads)
     context_of(fields)
     return positive_int(fields, "vocab_size")
+
+
+def encoder_problem(config: FixedCostConfig) -> str:
+    """Return why vLLM does not serve a fixed-cost model, or an empty text.
+
+    Families are equal to transformers in each head; Fairway's batcher serves what vLLM does.
+    """
+    if not isinstance(config, EncoderConfig):
+        return "vLLM serves text encoders alone, not images and tensors"
+    if config.family.model_type not in POOLED:
+        return f"model_type: vLLM has no {config.family.model_type}, only {', '.join(POOLED)}"
+    if (size := config.hidden_size // config.heads) not in _HEAD_SIZES:
+        return f"hidden_size: vLLM has no attention with heads of {size}, only of {_HEAD_SIZES}"
+    if config.type_rows > 2:
+        return f"type_vocab_size: vLLM has token types 0 and 1, the model {config.type_rows}"
+    return ""
 
 
 def require_vllm_tensors(fields: Mapping[str, Any], names: Collection[str], read: Read) -> None:

@@ -38,7 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # "null" needs no weights: it emits tokens at ``null_step_s`` seconds per step (0: without a pause).
     # "vllm" runs the batches on vLLM's workers, with the interpreter of their own environment.
     # "rows" runs batches of a fixed-cost model, and ``kv_memory_bytes`` bounds the working memory of one.
-    executor: Literal["torch", "null", "rows", "vllm"] = "torch"
+    # "vllm_rows" does so on a vLLM worker.
+    executor: Literal["torch", "null", "rows", "vllm", "vllm_rows"] = "torch"
     device: str = "cpu"  # "cpu" or a CUDA device
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and KV
     threads: int = 0  # CPU threads that the operators use; 0: torch's default

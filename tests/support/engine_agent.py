@@ -26,6 +26,7 @@ from services.worker.engine_protocol import (
     decode_event,
     encode,
 )
+from services.worker.slots.engine_process import BATCHERS
 
 ROOT: Final = Path(__file__).parents[2]
 PATIENCE_S: Final = 200.0
@@ -44,7 +45,8 @@ class Agent:
         self.server.listen(1)
         self.server.settimeout(PATIENCE_S)
         config = msgspec.structs.replace(config, socket_path=str(path))
-        module = "tests.support.poisoned_engine" if poisoned else "services.worker.engine.process"
+        own = "batcher" if config.executor in BATCHERS else "engine"
+        module = "tests.support.poisoned_engine" if poisoned else f"services.worker.{own}.process"
         variables = engine_variables(threads=config.threads, splits_kv=config.mode == "free")
         command = [python, "-m", module, "--config"]
         self.log = folder / "stderr"

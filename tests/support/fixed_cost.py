@@ -46,6 +46,7 @@ FIELDS: Final[dict[str, dict[str, Any]]] = {
     "Roberta": BERT_LIKE | {"max_position_embeddings": POSITIONS + 2},
     "XLMRoberta": BERT_LIKE | {"max_position_embeddings": POSITIONS + 2},
     "DistilBert": DISTILBERT,
+    "Gemma2": BERT_LIKE,
     "ResNet": RESNET,
     "ViT": VIT,
 }

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
-from fairway.formats.config_fields import UnsupportedModel
-from fairway.formats.decoder_config import parse_config
+from fairway.formats.config_fields import UnsupportedModel, positive_int
 from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.image_config import CHANNELS, PREPROCESSOR, parse_pictures
 from fairway.formats.fixed_cost.pooling import MODULES, last_token
@@ -146,9 +145,9 @@ def _decoder(
     if "architectures" not in config or MODULES not in names:
         return encoder
     try:
-        decoder, model = parse_config(config), encoder.model
+        hidden_size, model = positive_int(config, "hidden_size"), encoder.model
         embeds = last_token(
-            decoder.hidden_size,
+            hidden_size,
             model.max_context_tokens,
             names,
             lambda name: msgspec.json.decode(_small_file(folder / name)),
@@ -156,7 +155,7 @@ def _decoder(
     except (UnsupportedModel, msgspec.DecodeError) as error:
         raise FailedPrecondition(f"the version cannot be served: {error}") from error
     assert embeds is not None, "the modules are there"
-    signature = signature_of_decoder(decoder.hidden_size, model.vocab_size, embeds)
+    signature = signature_of_decoder(hidden_size, model.vocab_size, embeds)
     encoder.model = replace(model, embedding=signature)
     encoder.rows = RowEncoder(encoder.model.of_rows, encoder.tokenizer)
     return encoder

@@ -146,7 +146,7 @@ def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
         kv_blocks_total=0 if limits is None else limits.kv_blocks_total,
         block_size=0 if limits is None else limits.block_size,
         max_model_len=0 if limits is None else limits.max_model_len,
-        capabilities=() if limits is None else tuple(sorted(limits.capabilities)),
+        capabilities=tuple(sorted(slot.capabilities)),
         engine_restarts=slot.restarts,
         reason=failures.reason if broken else "",
         failed_attempts=0 if table is not None or slot.phase is VersionPhase.READY else failures.count,

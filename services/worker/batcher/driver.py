@@ -43,7 +43,8 @@ from services.worker.streams.outbox import Outbox
 log = structlog.get_logger()
 
 SLOTS_PER_BATCH: Final = 4  # rows in flight, in full batches: one runs, others gather and travel
-RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again
+RESTART_S: Final = 30.0  # longest wait of rows for a process that starts again, unless loading takes long
+RESTART_LOADS: Final = 4  # the same in loads, for two processes may load at once
 SEARCH_RESTART_S: Final = 300.0  # the same wait for suspects: they would end a process of another worker too
 
 
@@ -105,6 +106,7 @@ class Batcher:
         self._runs = BatchRuns(self.curve, self._clock)
         self._last_number = self._decision = 0
         self._detached_s = 0.0
+        self._restart_s = RESTART_S
         self._batches, self._batch_s, self._row_s = 0, 0.0, 0.0
 
     # --- RowTable -------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class Batcher:
             self._end(row, RowEnd(error=late), late.reason)
         self._runs.kill_hung(now_s)
         away_s = 0.0 if self.ready else now_s - self._detached_s
-        if away_s > RESTART_S and (waiting := self._choice.rows()):
+        if away_s > self._restart_s and (waiting := self._choice.rows()):
             self._lose(waiting)
         for search in self._searches.at(RunPlace.SERVING) if away_s > SEARCH_RESTART_S else ():
             self._lose(self._searches.give_up(search))
@@ -210,9 +212,10 @@ class Batcher:
 
     # --- processes ------------------------------------------------------------------------------
 
-    def attach(self, place: RunPlace, process: RunningEngine) -> None:
-        """Run batches in this process from now on."""
+    def attach(self, place: RunPlace, process: RunningEngine, *, load_s: float = 0.0) -> None:
+        """Run batches in this process from now on. ``load_s``: how long it took to load."""
         self._runs.processes[place] = process
+        self._restart_s = min(SEARCH_RESTART_S, max(self._restart_s, RESTART_LOADS * load_s))
         self._proceed()
 
     def detach(self, place: RunPlace, exit_: EngineExit) -> None:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from services.core.fixed_cost.rows import RawTensor
 from services.worker.batcher.measure import MeasuredModel, measure
 from services.worker.batcher.models.loading import load_model
-from services.worker.batcher.models.model import FixedCostModel, Outputs
+from services.worker.batcher.models.model import FixedCostModel, ModelFacts, Outputs
 from services.worker.batcher.models.rows import DTYPES, Packed, Padded, Row
 from services.worker.engine import process
 from services.worker.engine.load.loading import Report
@@ -181,7 +181,7 @@ def load(
     if config.threads:
         torch.set_num_threads(config.threads)
     report("weights", 0.0)
-    model = load_model(Path(config.model_dir), device=config.device, dtype=config.dtype)
+    model = _loaded(config, report)
     report("warm_up", 0.0)
     measured = measure(model, partial(meter_for, config.device))
     facts, is_cpu = model.facts, config.device == "cpu"
@@ -200,19 +200,30 @@ def load(
         facts.operation, facts.dtype, facts.inputs, facts.max_tokens, packs, measured.costs, facts.pauses
     )
     runner = BatchRunner(model if around is None else around(model), packs=packs)
-    return runner, _ready(config, measured, rows, facts.weight_bytes)
+    return runner, _ready(config, measured, rows, facts)
 
 
-def _ready(config: EngineConfig, measured: MeasuredModel, rows: RowModel, weight_bytes: int) -> Ready:
+def _loaded(config: EngineConfig, report: Report) -> FixedCostModel:
+    if config.executor != "vllm_rows":
+        return load_model(Path(config.model_dir), device=config.device, dtype=config.dtype)
+    report("import", 0.0)
+    from services.worker.engines.vllm.rows import load_rows  # it is there in vLLM's environment alone
+
+    report("import", 1.0)
+    return load_rows(config, report)
+
+
+def _ready(config: EngineConfig, measured: MeasuredModel, rows: RowModel, facts: ModelFacts) -> Ready:
     return Ready(
         kv_blocks_total=1,
         block_size=1,
         max_model_len=1,
         vocab_size=0,
         kv_bytes_per_block=min(config.kv_memory_bytes, measured.largest_batch_bytes),
-        weight_bytes=weight_bytes,
+        weight_bytes=facts.weight_bytes,
         full_step_s=measured.largest_batch_s,
         rows=rows,
+        capabilities=frozenset({"exact"}) if facts.exact else frozenset(),
     )
 
 

@@ -62,6 +62,8 @@ _OVERDUE_CHECK_S: Final = 0.25
 EXIT_GRACE_S: Final = 2.0
 ENGINE_MODULE: Final = ("-P", "-m", "services.worker.engine.process")
 BATCHER_MODULE: Final = ("-P", "-m", "services.worker.batcher.process")
+BATCHERS: Final = ("rows", "vllm_rows")
+ON_VLLM: Final = ("vllm", "vllm_rows")
 MAX_SEND_BUFFER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
 MAX_LOG_LINE_BYTES: Final = 65536
 
@@ -304,9 +306,9 @@ class EngineProcess:
         self._supervisor = supervisor
         self._timeouts = timeouts if timeouts is not None else EngineTimeouts()
         self._env = env
-        self._vllm_dir = vllm_dir  # the environment of the executor "vllm"
+        self._vllm_dir = vllm_dir  # the environment of the executors on vLLM
         self._ranks_address = ranks_address
-        self._command = command or (BATCHER_MODULE if config.executor == "rows" else ENGINE_MODULE)
+        self._command = command or (BATCHER_MODULE if config.executor in BATCHERS else ENGINE_MODULE)
         self._link = EngineLink(self._on_event, self.kill)
         self._process: subprocess.Popen[bytes] | None = None
         self._page: StepPage | None = None
@@ -405,7 +407,7 @@ class EngineProcess:
         page = os.path.join(os.path.dirname(socket_path), _PAGE)
         config = msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)
         python, env = sys.executable, self._env
-        if self._config.executor == "vllm":
+        if self._config.executor in ON_VLLM:
             found = interpreter_of(self._vllm_dir)
             if found is None:
                 raise EngineNotInstalled(
@@ -458,7 +460,7 @@ class EngineProcess:
                     process.wait(timeout=1.0)
             if self._link.transport is not None:
                 self._link.transport.abort()
-            if self._config.executor == "vllm":
+            if self._config.executor in ON_VLLM:
                 await self._group_ended(process.pid)
                 await asyncio.to_thread(sweep, self._born_unix_s)
             self._exited.set()

@@ -13,7 +13,7 @@ from services.core.errors import FailedPrecondition
 from services.worker.engine_protocol import EngineConfig
 from services.worker.slots.engine_process import EngineTimeouts
 
-Executor = Literal["torch", "null", "rows", "vllm"]
+Executor = Literal["torch", "null", "rows", "vllm", "vllm_rows"]
 
 # Time in which gateways observe an update and place the requests accepted before it.
 RETIRE_MARGIN_S: Final = 5.0

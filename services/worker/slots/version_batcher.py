@@ -147,7 +147,7 @@ class VersionBatcher:
         self._context = context
         self.memory = memory
         self._process: RunningEngine | None = None
-        self._ready_s = 0.0
+        self._started_s = self._loaded_s = self._ready_s = 0.0
         # Why it was stopped right after it loaded.
         self._unfit: TookTooMuch | ProbeFailed | None = None
         self._probe: RowProbe | None = None
@@ -155,6 +155,7 @@ class VersionBatcher:
             owner.version.version_digest, context, memory, batcher=lambda: self.rows
         )
         self.rows: Batcher | None = None
+        self.capabilities: frozenset[str] = frozenset()  # what the process promises
 
     @property
     def pid(self) -> int:
@@ -174,6 +175,7 @@ class VersionBatcher:
             on_exit=self._on_exit,
         )
         self._process = self._context.launch(config, events)
+        self._started_s = self._context.clock.monotonic_s()
         try:
             await self._process.start()
         except BaseException:
@@ -205,6 +207,7 @@ class VersionBatcher:
             self._refuse(TookTooMuch(error.message), process)
             return
         self.memory.stay()
+        self._loaded_s = self._context.clock.monotonic_s()
         self._owner.engine_loaded()
         if self._owner.probed:
             self._admit(config, event, process)
@@ -239,12 +242,13 @@ class VersionBatcher:
 
     def _admit(self, config: EngineConfig, event: Ready, process: RunningEngine) -> None:
         self._sacrifice.use(structs.replace(config, kv_memory_bytes=event.kv_bytes_per_block))
+        self.capabilities = event.capabilities
         if self.rows is None:
             self.rows = self._new_batcher(event)
             self._context.host.add_rows(self.rows)
         self._ready_s = self._context.clock.monotonic_s()
         self._owner.engine_ready()
-        self.rows.attach(RunPlace.SERVING, process)
+        self.rows.attach(RunPlace.SERVING, process, load_s=self._loaded_s - self._started_s)
 
     def _new_batcher(self, event: Ready) -> Batcher:
         version, host, telemetry = self._owner.version, self._context.host, self._context.telemetry
@@ -275,7 +279,7 @@ class VersionBatcher:
             self.rows.on_batch(RunPlace.SERVING, event)
 
     def _on_exit(self, exit_: EngineExit) -> None:
-        self._process = None
+        self._process, self.capabilities = None, frozenset()
         ran_s = 0.0
         if self.rows is not None:
             if self.rows.ready:

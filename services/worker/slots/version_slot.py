@@ -16,7 +16,7 @@ from services.worker.batcher.driver import Batcher
 from services.worker.engine_protocol import EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.engine_process import Crashed, EngineExit
-from services.worker.slots.engine_settings import EngineSettings, executor_of
+from services.worker.slots.engine_settings import EngineSettings, Executor, executor_of
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
     ALONE,
@@ -135,6 +135,13 @@ class VersionSlot:
     def rows(self) -> Batcher | None:
         """The rows of a fixed-cost version, None until it was ready."""
         return self.engine.rows if isinstance(self.engine, VersionBatcher) else None
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """What its engine promises; empty while that does not serve the version."""
+        if isinstance(self.engine, VersionBatcher):
+            return self.engine.capabilities
+        return frozenset() if self.table is None else self.table.limits.capabilities
 
     def observed(self) -> Slot:
         table = self.table
@@ -272,15 +279,22 @@ class VersionSlot:
         return 4 if self._context.settings.dtype == "float32" else 2
 
     async def _start_batcher(self, folder: Path) -> None:
-        if self.version.executor in ("null", "vllm"):
-            raise FailedPrecondition(f"a fixed-cost version has no executor {self.version.executor}")
+        executor, tensor_parallel, pipeline_parallel = self.version.engine
+        if executor == "null":
+            raise FailedPrecondition("a fixed-cost version has no executor null")
+        if tensor_parallel * pipeline_parallel > 1:
+            raise FailedPrecondition(
+                "a fixed-cost version runs on one device: tensor_parallel and pipeline_parallel are for "
+                "models that generate"
+            )
         if isinstance(self.engine, VersionEngine):
             self.engine = VersionBatcher(self, self._context, self.memory)
         settings = self._context.settings
         weights = await self.files.weight_bytes(folder, self._bytes_per_value)
         grant = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target)
         self._context.woke()  # other loads may wait for this grant
-        config = settings.config(folder, "rows", memory_bytes=grant.bytes, draft=None)
+        on: Executor = "vllm_rows" if executor == "vllm" else "rows"
+        config = settings.config(folder, on, memory_bytes=grant.bytes, draft=None)
         await self.engine.start(structs.replace(config, kv_memory_bytes=grant.kv_bytes))
 
     def _lost_files(self) -> bool:

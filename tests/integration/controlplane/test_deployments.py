@@ -118,9 +118,12 @@ async def test_an_executor_that_does_not_serve_the_version_is_refused_with_the_o
     assert (await plane.deployment("named", OTHER, executor="vllm")).executor == "vllm"
     with pytest.raises(InvalidInput, match=r"Gemma2ForCausalLM.*; use executor: vllm"):
         await plane.deployment("own", OTHER, executor="torch")
-    fixed = {"torch": "", "vllm": "vLLM serves no fixed-cost model: the batcher does"}
+    fixed = {
+        "torch": "",
+        "vllm": "vLLM serves text encoders alone, not images and tensors",
+    }
     await plane.put(key, VersionRecord("tiny", OTHER, 1, 0.0, engine_problems=fixed))
-    with pytest.raises(InvalidInput, match=r"no fixed-cost model.*; use executor: torch"):
+    with pytest.raises(InvalidInput, match=r"text encoders alone.*; use executor: torch"):
         await plane.deployment("rows", OTHER, executor="vllm")
     assert (await plane.deployment("rows", OTHER)).executor == "torch"
     assert (await plane.deployment("unchecked", DIGEST, executor="vllm")).executor == "vllm"

@@ -313,6 +313,7 @@ async def start_harness(
     checks_texts: bool = False,
     telemetry: WorkerTelemetry | None = None,
     env: Mapping[str, str] | None = None,
+    vllm_dir: Path | None = None,
 ) -> Harness:
     """Start a worker with the null executor, or with none until it is assigned a version. ``env``: of its
     engines."""
@@ -334,7 +335,7 @@ async def start_harness(
         host=host,
         store=store,
         files=lambda version: VersionFiles(version, used, texts, clock),
-        launch=process_launcher(clock, supervisor, engines.timeouts, env),
+        launch=process_launcher(clock, supervisor, engines.timeouts, env, vllm_dir),
         clock=clock,
         supervisor=supervisor,
         telemetry=telemetry,

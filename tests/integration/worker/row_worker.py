@@ -21,6 +21,7 @@ from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import DIGEST, Harness, eventually, start_harness
 
 VERSION: Final = AssignedVersion("rows", "rows", DIGEST)
+LOAD_S: Final = 60.0
 NAMES: Final = {"float32": "FP32", "int64": "INT64"}
 SETTINGS: Final = EngineSettings(
     threads=1,
@@ -94,16 +95,23 @@ class RowWorker:
     sent: int = 0
 
     @staticmethod
-    async def started(folder: Path, settings: EngineSettings = SETTINGS, **options: Any) -> RowWorker:
+    async def started(
+        folder: Path,
+        settings: EngineSettings = SETTINGS,
+        version: AssignedVersion = VERSION,
+        *,
+        load_s: float = LOAD_S,
+        **options: Any,
+    ) -> RowWorker:
         harness = await start_harness(folder, settings, assign=False, **options)
         harness.files.version_kind = "fixed-cost"
-        await harness.assign(VERSION)
+        await harness.assign(version)
         worker = RowWorker(harness)
-        await worker.ready()
+        await worker.ready(load_s)
         return worker
 
-    async def ready(self) -> None:
-        await eventually(lambda: self.harness.state() is VersionState.READY, 60.0)
+    async def ready(self, load_s: float = LOAD_S) -> None:
+        await eventually(lambda: self.harness.state() is VersionState.READY, load_s)
 
     @property
     def batcher(self) -> Batcher:

@@ -17,11 +17,12 @@ import torch
 
 from services.core.errors import DeadlineUnmeetable, InvalidInput, PoisonedInput
 from services.core.generation import NotAdmittedReason
+from services.core.records import VersionState
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.isolation import RunPlace
-from tests.integration.worker.harness import eventually
-from tests.integration.worker.row_worker import SETTINGS, RowWorker, raw
+from tests.integration.worker.harness import eventually, start_harness
+from tests.integration.worker.row_worker import SETTINGS, VERSION, RowWorker, raw
 from tests.support.fixed_cost import save, save_pooling, token_row
 from tests.support.poisoned_batcher import POISON, RowFault
 from tests.unit.worker.batcher.models.test_loading import save_mlp
@@ -109,6 +110,16 @@ async def test_rows_that_cannot_be_computed_fail_alone(tmp_path: Path, workers: 
         type(None), InvalidInput, InvalidInput, InvalidInput, type(None),
     ]  # fmt: skip
     assert worker.restarts == 0
+
+
+async def test_a_fixed_cost_version_on_several_devices_is_refused_by_name(tmp_path: Path) -> None:
+    save_mlp(tmp_path)
+    harness = await start_harness(tmp_path, SETTINGS, assign=False)
+    harness.files.version_kind = "fixed-cost"
+    await harness.assign(replace(VERSION, executor="vllm", tensor_parallel=2))
+    await eventually(lambda: harness.state() is VersionState.FAILED)
+    assert "runs on one device" in harness.agent.status().versions[0].record.message
+    await harness.close()
 
 
 async def test_what_is_not_admitted_and_what_is_too_late(tmp_path: Path, workers: list[RowWorker]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,14 @@ from services.worker.slots.engine_process import EngineEvents, EngineExit, Engin
 from tests.support.waiting import until
 
 
-async def test_without_vllm_it_fails_by_name_and_is_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("executor", "process"), [("vllm", "engine"), ("vllm_rows", "batcher")])
+async def test_without_vllm_it_fails_by_name_and_is_tried_again(
+    tmp_path: Path, executor: Any, process: str
+) -> None:
     clock = SystemClock()
     folder, exits = tmp_path / "vllm", list[EngineExit]()
     launch = process_launcher(clock, Supervisor(clock), EngineTimeouts(), vllm_dir=folder)
-    config = EngineConfig(socket_path="", model_dir=str(tmp_path), executor="vllm")
+    config = EngineConfig(socket_path="", model_dir=str(tmp_path), executor=executor)
     events = EngineEvents(on_ready=lambda _: None, on_exit=exits.append)
     for _ in range(2):
         with pytest.raises(EngineNotInstalled, match="run `fairway engines install vllm`") as refused:
@@ -35,7 +39,7 @@ async def test_without_vllm_it_fails_by_name_and_is_tried_again(tmp_path: Path) 
     await launch(config, events).start()
     await until(lambda: bool(exits))
     lines = recorded.read_text().splitlines()
-    assert "-P -m services.worker.engine.process --config" in lines[-1]
+    assert f"-P -m services.worker.{process}.process --config" in lines[-1]
     found = dict(line.split("=", 1) for line in lines if line.startswith("PYTHON"))
     assert found == {"PYTHONPATH": str(Path(__file__).parents[3]), "PYTHONNOUSERSITE": "1"}
     assert sys.prefix not in found["PYTHONPATH"]

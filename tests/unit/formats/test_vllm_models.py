@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from fairway.formats.fixed_cost.config import parse_fixed_cost
+from fairway.formats.fixed_cost.encoder_config import FAMILIES
+from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.servable import checkpoint_problem, engine_problems
 from fairway.formats.vllm_models import PROVED
+from services.core.records import VersionRecord
 from tests.support.model_folder import header_of
 
 SIZES: dict[str, Any] = {
@@ -88,8 +92,86 @@ def test_a_damaged_checkpoint_of_fairways_own_family_is_served_by_neither() -> N
     assert "missing tensors" in checkpoint_problem(held, reader(held))
 
 
-def test_a_fixed_cost_model_and_gguf_are_no_business_of_vllm() -> None:
-    assert engine_problems({}, reader({}), "fixed-cost")["vllm"]
+BERT: dict[str, Any] = SIZES | {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 128}
+POOLING: dict[str, Any] = {
+    "modules.json": [
+        {"type": "sentence_transformers.models.Transformer", "path": ""},
+        {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+    ],
+    "1_Pooling/config.json": {"pooling_mode": "mean"},
+}
+
+
+def encoder(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the files of an embedding whose tensors are those that the configuration implies."""
+    held = files(config) | POOLING | more
+    layout = layout_of(parse_fixed_cost(held, reader(held)))
+    return held | {"model.safetensors": dict(layout.shapes)}
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "XLMRoberta"])
+def test_an_encoder_is_served_by_both_and_its_own_engine_comes_first(name: str) -> None:
+    held = encoder(
+        BERT | {"architectures": [f"{name}Model"], "model_type": FAMILIES[name].model_type, "pad_token_id": 0}
+    )
+    problems = engine_problems(held, reader(held), "fixed-cost")
+    assert problems == {"torch": "", "vllm": ""}
+    record = VersionRecord(
+        "embed", "sha256:1", 1, 0.0, engine_problems={str(name): text for name, text in problems.items()}
+    )
+    assert record.servable_by == ("torch", "vllm")
+    assert record.executor("", field="executor") == "torch"
+    assert record.executor("vllm", field="executor") == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BERT | {"num_attention_heads": 16}, "heads of 8"),
+        (BERT | {"type_vocab_size": 3}, "type_vocab_size: vLLM has token types 0 and 1, the model 3"),
+        (
+            {
+                "architectures": ["DistilBertModel"],
+                "model_type": "distilbert",
+                "vocab_size": 100,
+                "dim": 64,
+                "n_layers": 1,
+                "n_heads": 2,
+                "hidden_dim": 64,
+                "max_position_embeddings": 64,
+            },
+            "vLLM has no distilbert, only bert, roberta, xlm-roberta",
+        ),
+        (
+            {"architectures": ["Mlp"], "input_size": 4, "layers": [{"size": 3}]},
+            "vLLM serves text encoders alone",
+        ),
+    ],
+)
+def test_an_encoder_that_vllm_does_not_pool_is_named_and_stays_with_its_own_engine(
+    config: dict[str, Any], words: str
+) -> None:
+    held = encoder(config)
+    problems = engine_problems(held, reader(held), "fixed-cost")
+    assert problems["torch"] == ""
+    assert words in problems["vllm"]
+    assert checkpoint_problem(held, reader(held), "fixed-cost") == ""
+
+
+def test_what_the_own_encoder_refuses_is_refused_by_vllm_too() -> None:
+    held = files(BERT | {"position_embedding_type": "relative_key"}) | POOLING
+    problems = engine_problems(held, reader(held), "fixed-cost")
+    assert problems["vllm"] == problems["torch"]
+    assert "position_embedding_type" in checkpoint_problem(held, reader(held), "fixed-cost")
+
+
+def test_a_decoder_of_vllm_embeds_by_its_last_token_or_is_refused() -> None:
+    last = files(GEMMA) | POOLING | {"1_Pooling/config.json": {"pooling_mode": "lasttoken"}}
+    assert vllm(last) == ""
+    assert "how it embeds" in vllm(files(GEMMA) | POOLING)
+
+
+def test_gguf_is_no_business_of_vllm() -> None:
     held = files(family("Gemma2ForCausalLM")) | {"model.gguf": {}}
     assert "fairway models import" in vllm(held)
     assert "fairway models import" in checkpoint_problem(held, reader(held))

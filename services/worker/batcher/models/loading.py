@@ -38,8 +38,7 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
 
     ``dtype``: "float32" or "bfloat16".
     """
-    names = sorted(path.relative_to(model_dir).as_posix() for path in model_dir.rglob("*"))
-    config = parse_fixed_cost(names, partial(read_part, model_dir))
+    config = declared_in(model_dir)
     where, loaded_bytes = device_of(device), 0
     with torch.inference_mode(), Checkpoint(model_dir, layout_of(config)) as checkpoint:
 
@@ -55,6 +54,12 @@ def load_model(model_dir: Path, *, device: str = "cpu", dtype: str = "float32") 
     if not all(np.isfinite(values).all() for values in outputs[0].values()):
         raise BadCheckpoint("the outputs are not finite in the warm-up: the weights are at fault")
     return model
+
+
+def declared_in(model_dir: Path) -> FixedCostConfig:
+    """Return the model that the folder declares. Raises UnsupportedModel."""
+    names = sorted(path.relative_to(model_dir).as_posix() for path in model_dir.rglob("*"))
+    return parse_fixed_cost(names, partial(read_part, model_dir))
 
 
 def _model_of(config: FixedCostConfig, tensor: TensorSource, device: torch.device) -> AnyModel:

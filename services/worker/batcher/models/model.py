@@ -31,6 +31,7 @@ class ModelFacts:
     accepts_packed: bool = False
     pauses: bool = False  # other batches may run between its layers
     weight_bytes: int = 0
+    exact: bool = False  # a row has the same bits alone and in company, as a trial has shown
 
 
 class FixedCostModel(Protocol):

@@ -29,16 +29,8 @@ class TokenModel:
         self.facts = facts_of(config)
 
     def problem(self, row: Row) -> str:
-        """See ``FixedCostModel``. Ids are within the tables: on a device, one beyond ends the process."""
-        if found := row_problem(row, self.facts.inputs, max_length=self.facts.max_tokens):
-            return found
-        for name, most in (
-            ("input_ids", self._config.vocab_size),
-            ("token_type_ids", self._config.type_rows),
-        ):
-            if name in row and not (row[name].min() >= 0 and row[name].max() < most):
-                return f"{name} must be 0 to {most - 1}"
-        return ""
+        """See ``FixedCostModel``."""
+        return token_problem(row, self.facts, self._config)
 
     @torch.inference_mode()
     def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
@@ -60,6 +52,19 @@ class TokenModel:
             for place, values in zip(rows.order, found, strict=True):
                 outputs[place] = {name: values}
         return outputs
+
+
+def token_problem(row: Row, facts: ModelFacts, config: EncoderConfig) -> str:
+    """Return why the row cannot be computed, or an empty text.
+
+    Ids are within the tables: on a device, one beyond ends the process.
+    """
+    if found := row_problem(row, facts.inputs, max_length=facts.max_tokens):
+        return found
+    for name, most in (("input_ids", config.vocab_size), ("token_type_ids", config.type_rows)):
+        if name in row and not (row[name].min() >= 0 and row[name].max() < most):
+            return f"{name} must be 0 to {most - 1}"
+    return ""
 
 
 def facts_of(config: EncoderConfig) -> ModelFacts:

@@ -89,7 +89,7 @@ def vllm_config_of(config: EngineConfig) -> VllmConfig:
     try:
         return _arguments(config).create_engine_config(headless=config.node > 0)
     except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
-        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
+        raise BadEngineConfig(f"vLLM refuses the model: {first_line(error)}") from error
 
 
 def _store(config: EngineConfig) -> TCPStore:
@@ -164,7 +164,7 @@ def _allocate(
     ranks.compile_or_warm_up_model()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return what the error says, without pydantic's heading and the links that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]

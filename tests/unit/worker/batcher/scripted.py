@@ -126,9 +126,9 @@ class Scripted:
         self.processes: dict[RunPlace, ScriptedProcess] = {}
         self.attach(SERVING)
 
-    def attach(self, place: RunPlace) -> ScriptedProcess:
+    def attach(self, place: RunPlace, *, load_s: float = 0.0) -> ScriptedProcess:
         process = self.processes[place] = ScriptedProcess()
-        self.batcher.attach(place, process)
+        self.batcher.attach(place, process, load_s=load_s)
         return process
 
     @property

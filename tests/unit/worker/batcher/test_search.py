@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.core.poison.suspicion import LossCause
-from services.worker.batcher.driver import RESTART_S, SEARCH_RESTART_S
+from services.worker.batcher.driver import RESTART_LOADS, RESTART_S, SEARCH_RESTART_S
 from services.worker.batcher.search import KEPT_S
 from services.worker.engine_protocol import BatchRan
 from tests.unit.worker.batcher.scripted import SACRIFICIAL, SERVING, Scripted, fill, vector
@@ -205,10 +205,14 @@ def test_rows_of_a_stopped_process_are_lost_and_late_messages_ignored(scripted: 
     assert len(scripted.ends) == 4
 
 
-def test_rows_do_not_wait_for_a_process_without_end(scripted: Scripted) -> None:
+@pytest.mark.parametrize(
+    ("load_s", "most_s"), [(1.0, RESTART_S), (20.0, RESTART_LOADS * 20.0), (1e4, SEARCH_RESTART_S)]
+)
+def test_rows_do_not_wait_for_a_process_without_end(scripted: Scripted, load_s: float, most_s: float) -> None:
+    scripted.attach(SERVING, load_s=load_s)
     scripted.stops()
     waiting = scripted.start()
-    scripted.sweep(RESTART_S - 1.0)
+    scripted.sweep(most_s - 1.0)
     assert waiting not in scripted.ends
     scripted.sweep(1.1)
     assert scripted.lost() == [waiting]
