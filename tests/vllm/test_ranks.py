@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from services.worker.engine.process import EngineExitCode
-from services.worker.engine_protocol import EngineConfig
+from services.worker.engine_protocol import EngineConfig, LoadAdapter
 from tests.contract.engine.conftest import TINY, VLLM_PYTHON, Engine
+from tests.support.adapters import ALL, write_adapter
 from tests.support.engine_agent import Agent
 
 DRAWN = random.Random(8)
@@ -88,3 +89,25 @@ def test_bfloat16_is_served_and_promised_as_less(start: Callable[..., Engine]) -
     engine = start(dtype="bfloat16")
     assert "exact" not in engine.ready.capabilities
     assert all(len(output) == 16 for output in tokens(engine))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_adapters_on_ranks_are_those_of_one(start: Callable[..., Engine], tmp_path: Path, sizes: Any) -> None:
+    folders = [
+        write_adapter(tmp_path / str(rank), TINY, seed=rank, rank=rank, targets=targets, lora_alpha=0.8)
+        for rank, targets in ((4, ALL), (1, ("v_proj", "up_proj", "o_proj")))
+    ]
+    found = []
+    for engine in (start(**sizes), start("torch")):
+        assert "adapters" in engine.ready.capabilities
+        engine.send(*(LoadAdapter(number, str(folder)) for number, folder in enumerate(folders, 1)))
+        handles = [
+            engine.submit(prompt, 12, seed=place, logprobs=2, adapter=(place + turn) % 3)
+            for turn in range(3)
+            for place, prompt in enumerate(PROMPTS)
+        ]
+        found.append(engine.run(*handles))
+    assert [output.tokens for output in found[0]] == [output.tokens for output in found[1]]
+    for mine, theirs in zip(*found, strict=True):
+        for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert one.sampled == pytest.approx(other.sampled, abs=2e-4)
