@@ -264,7 +264,7 @@ class VersionSlot:
         computation = await self.files.computation(folder) if shares else ""
         if shares:  # a null engine computes nothing that an adapter could change
             self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
-            self.adapter_bytes *= self.version.tensor_parallel  # each rank has at most the whole
+            self.adapter_bytes *= max(1, self.version.tensor_parallel)  # each rank has at most the whole
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
         engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
         self.engine = engine
