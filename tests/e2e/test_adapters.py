@@ -83,18 +83,7 @@ def test_a_new_version_of_an_adapter_is_rolled_out_and_charged_to_its_tenant(
             fairway("deployments", "create", "tuned", "--wait", *state)
     fingerprints = ["fp_" + digest.removeprefix("sha256:")[:12] for digest in digests]
     served = [answer(stack, "tuned", key)]
-    terms = (
-        "--steps",
-        "100",
-        "--hold",
-        "1s",
-        "--soak",
-        "1s",
-        "--patience",
-        "1s",
-        "--inconclusive",
-        "promote",
-    )
+    terms = "--steps 100 --hold 1s --soak 1s --patience 1s --inconclusive promote --name next".split()
     fairway("rollouts", "start", "tuned", "--to", digests[1], *terms, *state)
     phase = ""
     while phase != "ROLLOUT_PHASE_COMPLETED":

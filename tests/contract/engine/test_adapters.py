@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,20 @@ def test_a_prefix_of_one_adapter_is_not_that_of_another(adapted: Engine, executo
         assert len({str(each.logprobs) for each in found.values()}) == 4
 
 
-def test_what_is_loaded_takes_the_bytes_that_were_granted(
-    start_engine: StartEngine, executor: str, folders: list[Path]
+def test_an_adapter_without_a_deployed_base_starts_the_base(
+    start_engine: StartEngine, engine: Engine, executor: str, folders: list[Path], tmp_path: Path
 ) -> None:
-    engine = start_engine()
-    model = parse_config(json.loads((TINY / "config.json").read_bytes()))
-    for number, folder in enumerate(folders, 1):
-        granted = adapter_bytes(parse_adapter(json.loads((folder / ADAPTER_CONFIG).read_bytes())), model, 4)
-        loaded = answer(engine, LoadAdapter(number, str(folder)))
-        assert loaded == AdapterLoaded(number, 0 if executor == "null" else granted)
+    """Its files are beside those of the base, and are no weights of that. What it takes was granted."""
+    whole = tmp_path / "whole"
+    shutil.copytree(TINY, whole)
+    shutil.copytree(folders[0], whole, dirs_exist_ok=True)
+    own = start_engine(whole)
+    assert own.run(submit(own, 58, 0)) == engine.run(submit(engine, 58, 0))
+    adapter, model = (json.loads((whole / name).read_bytes()) for name in (ADAPTER_CONFIG, "config.json"))
+    granted = adapter_bytes(parse_adapter(adapter), parse_config(model), 4)
+    assert answer(own, LoadAdapter(1, str(whole))) == AdapterLoaded(1, 0 if executor == "null" else granted)
+    if executor != "null":
+        assert own.run(submit(own, 58, 1)) != engine.run(submit(engine, 58, 0))
 
 
 def test_a_dropped_adapter_is_gone_and_its_number_brings_no_old_weights(
