@@ -83,8 +83,9 @@ def test_a_new_version_of_an_adapter_is_rolled_out_and_charged_to_its_tenant(
             fairway("deployments", "create", "tuned", "--wait", *state)
     fingerprints = ["fp_" + digest.removeprefix("sha256:")[:12] for digest in digests]
     served = [answer(stack, "tuned", key)]
-    terms = "--steps 100 --hold 1s --soak 1s --patience 1s --inconclusive promote --name next".split()
-    fairway("rollouts", "start", "tuned", "--to", digests[1], *terms, *state)
+    terms = ("--steps", "100", "--inconclusive", "promote", "--name", "next")
+    spans = [word for name in ("hold", "soak", "patience") for word in (f"--{name}", "1s")]
+    fairway("rollouts", "start", "tuned", "--to", digests[1], *terms, *spans, *state)
     phase = ""
     while phase != "ROLLOUT_PHASE_COMPLETED":
         assert phase not in ("ROLLOUT_PHASE_ABORTED", "ROLLOUT_PHASE_REVERTED"), phase
