@@ -153,9 +153,10 @@ class AdapterSet:
                     b = tensor(tensor_name(layer, module, "B"))
                     block[:, column : column + size] = b * adapter.scale
                 blocks.append(self._part(module, "B", block))
-            parts = [part.to(self._dtype) for part in (a, torch.cat(blocks))]
-            projections = (self._operators.projection(part, None) for part in parts)
-            found[product] = LowRank(*projections, self._share and partial(self._share.total, product))
+            left, right = (
+                self._operators.projection(part.to(self._dtype), None) for part in (a, torch.cat(blocks))
+            )
+            found[product] = LowRank(left, right, self._share and partial(self._share.total, product))
         return found
 
     def _part(self, module: str, matrix: str, whole: torch.Tensor) -> torch.Tensor:
