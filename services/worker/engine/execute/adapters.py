@@ -31,7 +31,7 @@ SLICE_ROWS: Final = 64  # rows that are changed at once, which bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """What one of several ranks computes of a model."""
 
     layers: Container[int]
@@ -76,7 +76,7 @@ class AdapterSet:
     """Implements ``executor.Adapters``. ``begin`` comes before each step."""
 
     def __init__(
-        self, model: ModelConfig, operators: Operators, dtype: torch.dtype, share: Share | None = None
+        self, model: ModelConfig, operators: Operators, dtype: torch.dtype, share: RankShare | None = None
     ) -> None:
         """``share`` None: the whole model."""
         self._model = model
@@ -156,7 +156,8 @@ class AdapterSet:
             left, right = (
                 self._operators.projection(part.to(self._dtype), None) for part in (a, torch.cat(blocks))
             )
-            found[product] = LowRank(left, right, self._share and partial(self._share.total, product))
+            total = None if self._share is None else partial(self._share.total, product)
+            found[product] = LowRank(left, right, total)
         return found
 
     def _part(self, module: str, matrix: str, whole: torch.Tensor) -> torch.Tensor:

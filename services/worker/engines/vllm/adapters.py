@@ -25,7 +25,7 @@ from fairway.formats.adapter import PRODUCTS, require_adapter
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.weights import BadWeights
-from services.worker.engine.execute.adapters import AdaptedRows, AdapterSet, Share
+from services.worker.engine.execute.adapters import AdaptedRows, AdapterSet, RankShare
 from services.worker.engine.execute.operators import TorchOperators
 from services.worker.engine.load.config import read_part
 from services.worker.engine.unsupported import REFUSALS, BadCheckpoint
@@ -85,7 +85,7 @@ class RankAdapters:
         if len(self._layers) != len(mine) * len(LAYERS) or not mine:
             raise BadCheckpoint("vLLM computes this model's products in other layers")
         operators = TorchOperators(kv_heads=model.kv_heads, eps=model.norm_eps)
-        share = Share(mine, partial(_part, model.kv_heads), _total)
+        share = RankShare(mine, partial(_part, model.kv_heads), _total)
         self._set = AdapterSet(model, operators, runner.model_config.dtype, share)
         self._loaded: set[int] = set()
         self._hooks: list[Any] = []
