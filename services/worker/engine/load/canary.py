@@ -1,9 +1,9 @@
 """What a loaded engine promises, found by trying it.
 
-Adapters of one product each run beside the base: each has to change its sequence, and no bit of the others.
-
 Sequences run alone, then in company with their prompts cut, then resumed in the middle. Their
 log-probabilities are compared by bits, because equal tokens hide differences that change one in a million.
+
+Adapters of one product each run beside the base: each has to change its sequence, and no bit of the others.
 """
 
 from __future__ import annotations
