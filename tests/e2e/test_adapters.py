@@ -42,7 +42,9 @@ def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path:
     for seed, name in enumerate(("mine", "yours")):
         folder = write_adapter(tmp_path / name, BUNDLED, seed=seed)
         options = ("--name", name, "--base", f"{stack.model}@latest", *state)
-        digests[name] = fairway("models", "publish", str(folder), *options).stdout.strip()
+        published = fairway("models", "publish", str(folder), *options)
+        assert "servable by torch and vllm" in published.stderr
+        digests[name] = published.stdout.strip()
         fairway("deployments", "create", name, "--wait", *state)
     engines = stack.pids(ENGINE)
     assert len(engines) == 1
