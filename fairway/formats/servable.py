@@ -41,7 +41,6 @@ from fairway.formats.weights import (
 
 Kind = Literal["causal-lm", "fixed-cost"]
 Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
-_OWN_ADAPTERS: Final = "adapters are served by executor: torch"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
@@ -96,7 +95,7 @@ def engine_problems(
         return {"torch": refused, "vllm": refused}
     own = _own_problem(names, read, kind, is_adapter=is_adapter)
     if is_adapter:
-        return {"torch": own, "vllm": own or _OWN_ADAPTERS}
+        return {"torch": own, "vllm": own}
     try:
         return {"torch": own, "vllm": _vllm_problem(names, read, own)}
     except (UnsupportedModel, BadWeights) as refused:

@@ -779,7 +779,7 @@ class ReplicaStatus(_message.Message):
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What its engine promises and has shown at its start: exact (an output depends on neither the company of a
-        request nor a move), resize.
+        request nor a move), resize, adapters (they change no bit of the answers of others).
         """
 
     def __init__(

@@ -226,8 +226,8 @@ class RowModel(msgspec.Struct, frozen=True):
 
 # What an engine may promise. "exact": the tokens of a sequence do not depend on the others of a step, on how
 # its prompt was cut, or on where it was resumed; a canary has shown it. "resize": the KV pool can change its
-# size.
-Capability = Literal["exact", "resize"]
+# size. "adapters": LoRA adapters change the sequences that name them and no bit of others, as shown likewise.
+Capability = Literal["exact", "resize", "adapters"]
 
 
 class Ready(EngineMessage, frozen=True):
@@ -355,6 +355,7 @@ class AdapterRefused(EngineMessage, frozen=True):
 
     adapter: int
     message: str
+    reason: Literal["adapter_refused", "does_not_fit"] = "adapter_refused"
 
 
 class BatchRan(EngineMessage, frozen=True):

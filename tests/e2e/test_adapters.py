@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iter
         yield running
 
 
-def answer(stack: Stack, model: str) -> Any:
+def answer(stack: Stack, model: str, key: str = "") -> Any:
     body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
-    headers = {"authorization": f"Bearer {stack.api_key}", "content-type": "application/json"}
+    headers = {"authorization": f"Bearer {key or stack.api_key}", "content-type": "application/json"}
     request = urllib.request.Request(f"{stack.http}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as found:
         return json.loads(found.read()) | {"headers": dict(found.headers)}
@@ -41,7 +42,9 @@ def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path:
     for seed, name in enumerate(("mine", "yours")):
         folder = write_adapter(tmp_path / name, BUNDLED, seed=seed)
         options = ("--name", name, "--base", f"{stack.model}@latest", *state)
-        digests[name] = fairway("models", "publish", str(folder), *options).stdout.strip()
+        published = fairway("models", "publish", str(folder), *options)
+        assert "servable by torch and vllm" in published.stderr
+        digests[name] = published.stdout.strip()
         fairway("deployments", "create", name, "--wait", *state)
     engines = stack.pids(ENGINE)
     assert len(engines) == 1
@@ -64,3 +67,48 @@ def test_a_base_and_its_adapters_answer_from_one_process(stack: Stack, tmp_path:
     for name in digests:
         fairway("deployments", "delete", name, "--yes", *state)
     assert answer(stack, stack.model)["choices"] == before[stack.model]["choices"]
+
+
+def test_a_new_version_of_an_adapter_is_rolled_out_and_charged_to_its_tenant(
+    stack: Stack, tmp_path: Path
+) -> None:
+    state = ("--state-dir", str(stack.state))
+    fairway("tenants", "create", "tuner", *state)
+    made = fairway("keys", "create", "tuner-key", "--tenant", "tuner", "-o", "json", *state)
+    key = json.loads(made.stdout)["secret"]
+    digests = []
+    for seed in (7, 8):
+        folder = write_adapter(tmp_path / str(seed), BUNDLED, seed=seed)
+        options = ("--name", "tuned", "--base", f"{stack.model}@latest", *state)
+        digests.append(fairway("models", "publish", str(folder), *options).stdout.strip())
+        if seed == 7:
+            fairway("deployments", "create", "tuned", "--wait", *state)
+    fingerprints = ["fp_" + digest.removeprefix("sha256:")[:12] for digest in digests]
+    served = [answer(stack, "tuned", key)]
+    terms = ("--steps", "100", "--inconclusive", "promote", "--name", "next")
+    spans = [word for name in ("hold", "soak", "patience") for word in (f"--{name}", "1s")]
+    fairway("rollouts", "start", "tuned", "--to", digests[1], *terms, *spans, *state)
+    phase = ""
+    while phase != "ROLLOUT_PHASE_COMPLETED":
+        assert phase not in ("ROLLOUT_PHASE_ABORTED", "ROLLOUT_PHASE_REVERTED"), phase
+        served += [answer(stack, "tuned", key) for _ in range(5)]
+        phase = json.loads(fairway("rollouts", "show", "next", "-o", "json", *state).stdout)["phase"]
+    served.append(answer(stack, "tuned", key))
+    shown = [found["system_fingerprint"] for found in served]
+    assert (shown[0], shown[-1], {*shown}) == (*fingerprints, {*fingerprints})
+    assert len({(found["system_fingerprint"], found["choices"][0]["text"]) for found in served}) == 2
+    assert len(stack.pids(ENGINE)) == 1
+
+    def record() -> Any:
+        used = fairway("usage", "--by", "tenant", "--by", "model", "-o", "json", *state)
+        found = [one for one in json.loads(used.stdout)["records"] if one["tenant"] == "tuner"]
+        return found[0] if len(found) == 1 else {}
+
+    deadline_s = time.monotonic() + 30.0
+    while int(record().get("requests", 0)) < len(served):
+        assert time.monotonic() < deadline_s, record()
+    found = record()
+    assert found["model"] == "tuned"
+    assert int(found["requests"]) == len(served)
+    assert int(found["output_tokens"]) == sum(one["usage"]["completion_tokens"] for one in served)
+    assert int(found["device_us"]) > 0

@@ -18,9 +18,11 @@ from services.runtime.clock import SystemClock
 from services.runtime.process.shared_memory import SHARED, held_inodes, sweep
 from services.runtime.supervisor import Supervisor
 from services.worker.engine.process import EngineExitCode
+from services.worker.engine_protocol import LoadAdapter
 from services.worker.policy.engine_failures import ABANDON_STEPS
 from services.worker.slots.engine_process import Crashed, EngineTimeouts, process_launcher
-from tests.contract.engine.conftest import VLLM_PYTHON, Engine
+from tests.contract.engine.conftest import TINY, VLLM_PYTHON, Engine
+from tests.support.adapters import ALL, write_adapter
 from tests.support.engine_agent import Agent
 from tests.support.waiting import until
 from tests.vllm.conftest import LOAD_S, PROMPTS, Run, config_of, ranks_of, tokens
@@ -113,3 +115,25 @@ async def test_a_hung_rank_is_replaced_and_its_sequences_go_on(
     resumed = await next_.outputs(next_.submit(LONG, list(hung.tokens.values())))
     assert resumed == await next_.outputs(next_.submit(LONG))
     await next_.engine.stop()
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
+def test_adapters_on_ranks_are_those_of_one(start: Callable[..., Engine], tmp_path: Path, sizes: Any) -> None:
+    folders = [
+        write_adapter(tmp_path / str(rank), TINY, seed=rank, rank=rank, targets=targets, lora_alpha=0.8)
+        for rank, targets in ((4, ALL), (1, ("v_proj", "up_proj", "o_proj")))
+    ]
+    found = []
+    for engine in (start(**sizes), start("torch")):
+        assert "adapters" in engine.ready.capabilities
+        engine.send(*(LoadAdapter(number, str(folder)) for number, folder in enumerate(folders, 1)))
+        handles = [
+            engine.submit(prompt, 12, seed=place, logprobs=2, adapter=(place + turn) % 3)
+            for turn in range(3)
+            for place, prompt in enumerate(PROMPTS)
+        ]
+        found.append(engine.run(*handles))
+    assert [output.tokens for output in found[0]] == [output.tokens for output in found[1]]
+    for mine, theirs in zip(*found, strict=True):
+        for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+            assert one.sampled == pytest.approx(other.sampled, abs=2e-4)

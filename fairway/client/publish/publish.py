@@ -166,7 +166,7 @@ def require_adapter(files: dict[str, Path]) -> tuple[tuple[str, ...], tuple[str,
             problem = f"{ADAPTER_CONFIG}: {refused}"
     if problem:
         raise PublishRefused(problem, next_step="merge it into its base, and publish that")
-    return ("torch",), ()
+    return ("torch", "vllm"), ()
 
 
 def _reader(files: dict[str, Path]) -> Callable[[str], bytes]:

@@ -124,14 +124,14 @@ class LoadedAdapters:
         number = command.adapter
         try:
             if self._adapters is None:
-                raise BadEngineConfig("this engine's kernels serve no adapters: use a CPU, or merge them")
+                raise BadEngineConfig("this engine promises no adapters: use a CPU, or merge them")
             if number < 1 or number in self.loaded:
                 raise BadEngineConfig(f"{number} is no new number of an adapter")
             size_bytes = self._adapters.load(number, Path(command.folder))
         except REFUSALS as error:
             self.send(AdapterRefused(number, str(error)))
         except MemoryError:
-            self.send(AdapterRefused(number, "there is no memory for it"))
+            self.send(AdapterRefused(number, "there is no memory for it", "does_not_fit"))
         else:
             self.loaded.add(number)
             self.send(AdapterLoaded(number, size_bytes))

@@ -368,7 +368,9 @@ class VersionEngine:
         try:
             self.memory.adapt(others + owner.adapter_bytes)
         except DoesNotFit as error:
-            self._refuse_adapter(owner, f"its {owner.adapter_bytes} bytes do not fit: {error.message}")
+            message = f"its {owner.adapter_bytes} bytes do not fit: {error.message}"
+            needed = owner.adapter_bytes if len(self._owners) > 1 else self.memory.needed_bytes
+            self._refuse_adapter(owner, error.reason, message, needed_bytes=needed)
             return False
         number = next(self._numbers)
         self._adapters[digest] = _Adapter(number, owner.adapter_bytes)
@@ -383,12 +385,14 @@ class VersionEngine:
             self._adapters[found[0]].is_loaded = True
         else:
             self._drop_adapter(found[0])
-            self._refuse_adapter(self._owners[found[0]], event.message)
+            self._refuse_adapter(self._owners[found[0]], event.reason.upper(), event.message)
         self._serve_loading(self._loaded)
 
-    def _refuse_adapter(self, owner: VersionSlot, message: str) -> None:
+    def _refuse_adapter(
+        self, owner: VersionSlot, reason: str, message: str, *, needed_bytes: int = 0
+    ) -> None:
         """End one version; the engine goes on if another one is here."""
-        owner.adapter_refused(message)
+        owner.adapter_refused(reason, message, needed_bytes=needed_bytes)
         self._context.supervisor.spawn(f"refuse-{owner.digest[:19]}", self.leave(owner))
 
     def _drop_adapter(self, digest: str) -> None:

@@ -106,6 +106,8 @@ class VersionSlot:
         self.failures = Failures(context.settings, context.clock)
         self.files = context.files(version)
         self.adapter_bytes = 0  # memory of its adapter; 0: it is none, or its files were not read
+        # Free memory that its refused adapter waits for, 0: time alone helps. None: none was refused.
+        self._adapter_needs: int | None = None
         self._drain_until_s = 0.0
         self._idle_since_s = 0.0
         self._phase_s = context.clock.monotonic_s()
@@ -159,10 +161,16 @@ class VersionSlot:
             idle_since_s=self._idle_since_s,
             granted_bytes=0 if grant is None or not self.leads else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,
-            needed_bytes=self.memory.needed_bytes if self.failures.reason == DoesNotFit.reason else 0,
+            needed_bytes=self._needed_bytes(),
             final=self.failures.final and self.failures.reason in FINAL_REASONS,
             restarting=not self.failures.final and self.files.folder is not None,
         )
+
+    def _needed_bytes(self) -> int:
+        """Return the free memory at which it is tried again, 0 if it waits for none."""
+        if self.failures.reason != DoesNotFit.reason:
+            return 0
+        return self.memory.needed_bytes if self._adapter_needs is None else self._adapter_needs
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -172,6 +180,7 @@ class VersionSlot:
 
     def load(self) -> None:
         assert self.files.folder is not None, "nothing to load"
+        self._adapter_needs = None
         self._enter(VersionPhase.LOADING, self.message if self.restarting else "")
         self._task = self._context.supervisor.spawn(f"load-{self.digest[:19]}", self._load())
 
@@ -262,6 +271,7 @@ class VersionSlot:
         computation = await self.files.computation(folder) if shares else ""
         if shares:  # a null engine computes nothing that an adapter could change
             self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
+            self.adapter_bytes *= max(1, self.version.tensor_parallel)  # each rank has at most the whole
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
         engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
         self.engine = engine
@@ -317,7 +327,8 @@ class VersionSlot:
                 draft = await asyncio.to_thread(draft_of, folder)
             if draft is not None:
                 weights += await self.files.weight_bytes(draft, self._bytes_per_value)
-            memory_bytes = self.memory.take(weight_bytes=weights, kv_bytes=self._kv_target).bytes
+            grant = self.memory.take(weight_bytes=weights + self.adapter_bytes, kv_bytes=self._kv_target)
+            memory_bytes = grant.bytes - self.adapter_bytes  # which is granted again when it is loaded
             self._context.woke()  # other loads may wait for this grant
         config = settings.config(
             folder, executor_of(self.version.executor), memory_bytes=memory_bytes, draft=draft
@@ -355,9 +366,10 @@ class VersionSlot:
         self.failures.passed()
         self._enter(VersionPhase.READY)
 
-    def adapter_refused(self, message: str) -> None:
-        """The engine goes on without the version."""
-        self._break("ADAPTER_REFUSED", message, failed=True)
+    def adapter_refused(self, reason: str, message: str, *, needed_bytes: int) -> None:
+        """The engine goes on without the version, which waits for so much memory; 0: for none."""
+        self._adapter_needs = needed_bytes
+        self._break(reason, message, failed=True)
 
     def engine_ended(
         self, exit_: EngineExit | TookTooMuch | ProbeFailed, ran_s: float, *, share: CrashShare = ALONE

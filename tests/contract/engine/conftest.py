@@ -49,7 +49,9 @@ class Engine:
         """Submit a sequence; return its handle."""
         handle = next(self.handles)
         fields = {
-            name: options.pop(name) for name in ("embed", "scored_tokens", "apart_tokens") if name in options
+            name: options.pop(name)
+            for name in ("embed", "scored_tokens", "apart_tokens", "adapter")
+            if name in options
         }
         credit = options.pop("credit", tokens)
         command = make_submit(

@@ -45,6 +45,7 @@ def test_it_is_ready_with_what_it_promises(engine: Engine, executor: str) -> Non
     assert PREFIX_BLOCK_TOKENS % ready.block_size == 0
     assert "exact" in ready.capabilities
     assert ("resize" in ready.capabilities) == (executor != "vllm")
+    assert "adapters" in ready.capabilities
 
 
 def test_steps_are_numbered_and_each_sequence_is_settled_once(engine: Engine) -> None:

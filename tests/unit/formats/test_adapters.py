@@ -11,7 +11,7 @@ import pytest
 
 from fairway.formats.adapter import MAX_RANK, adapter_layout, parse_adapter
 from fairway.formats.decoder_config import parse_config
-from fairway.formats.servable import checkpoint_problem
+from fairway.formats.servable import engine_problems
 from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_problem
 from services.core.errors import InvalidInput
 from services.core.manifest import (
@@ -46,7 +46,9 @@ def problem(fields: dict[str, Any], shapes: dict[str, Any]) -> str:
             return json.dumps(fields).encode()
         return header_of(SHAPES) if name.endswith(".safetensors") else json.dumps(PLAIN[name]).encode()
 
-    return checkpoint_problem([*PLAIN, ADAPTER_CONFIG, ADAPTER_WEIGHTS], read, is_adapter=True)
+    found = engine_problems([*PLAIN, ADAPTER_CONFIG, ADAPTER_WEIGHTS], read, is_adapter=True)
+    assert found["torch"] == found["vllm"]  # vLLM's layers get the products that ours do
+    return found["torch"]
 
 
 def test_an_adapter_in_pefts_files_is_served() -> None:

@@ -6,7 +6,7 @@ its company as far as theirs does. Rows without an adapter are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.version_files import ADAPTER_WEIGHTS
 from fairway.formats.weights import BadWeights, expected_shapes
 from services.worker.engine.execute.operators import Gated, Operators, Projection
-from services.worker.engine.execute.step_rows import Spans
+from services.worker.engine.execute.step_rows import Ints
 from services.worker.engine.load.config import read_part
 from services.worker.engine.load.weights import owned_tensor
 from services.worker.engine.unsupported import BadCheckpoint
@@ -31,14 +31,25 @@ SLICE_ROWS: Final = 64  # rows that are changed at once, which bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one of several ranks computes of a model."""
+
+    layers: Container[int]
+    part: Callable[[str, str, torch.Tensor], torch.Tensor]  # the rank's part of a module's matrix "A" or "B"
+    total: Callable[[str, torch.Tensor], torch.Tensor]  # the sum of a product's A x over all ranks
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank:
     """What is added to a product: ``b`` (``a`` x). The scale is part of ``b``."""
 
     a: Projection
     b: Projection
+    total: Callable[[torch.Tensor], torch.Tensor] | None  # the sum over ranks that have parts of ``a``
 
     def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.b.add_to(y, self.a(x))
+        inner = self.a(x)
+        return self.b.add_to(y, inner if self.total is None else self.total(inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,12 @@ class AdaptedRows:
 class AdapterSet:
     """Implements ``executor.Adapters``. ``begin`` comes before each step."""
 
-    def __init__(self, model: ModelConfig, operators: Operators, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: ModelConfig, operators: Operators, dtype: torch.dtype, share: RankShare | None = None
+    ) -> None:
+        """``share`` None: the whole model."""
         self._model = model
+        self._share = share
         self._operators = operators
         self._dtype = dtype
         self._loaded: dict[int, Sequence[Mapping[str, LowRank]]] = {}
@@ -83,9 +98,17 @@ class AdapterSet:
                 def tensor(name: str) -> torch.Tensor:
                     return owned_tensor(file, name, torch.float32)
 
-                layers = [self._layer(found, layer, tensor) for layer in range(self._model.layers)]
+                mine: Container[int] = self._share.layers if self._share else range(self._model.layers)
+                layers = [
+                    self._layer(found, layer, tensor) if layer in mine else {}
+                    for layer in range(self._model.layers)
+                ]
         except (SafetensorError, OSError) as error:
             raise BadCheckpoint(f"{ADAPTER_WEIGHTS} cannot be read") from error
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            raise MemoryError from error  # torch has no type of its own for it on a CPU
         self._loaded[adapter] = layers
         return sum(part.a.bytes + part.b.bytes for layer in layers for part in layer.values())
 
@@ -93,10 +116,9 @@ class AdapterSet:
         """See ``Adapters``."""
         self._loaded.pop(adapter, None)
 
-    def begin(self, spans: Spans) -> None:
-        """Begin a step with these spans."""
-        adapters = [sequence.adapter for sequence in spans.sequences]
-        self._of_rows = torch.from_numpy(np.repeat(adapters, spans.rows)) if any(adapters) else None
+    def begin(self, adapters: Sequence[int], rows: Ints) -> None:
+        """Begin a step: so many rows of each of these adapters, 0 the base."""
+        self._of_rows = torch.from_numpy(np.repeat(adapters, rows)) if any(adapters) else None
 
     def rows(self, chosen: torch.Tensor | None = None) -> list[AdaptedRows]:
         """Return the rows of the step that adapters compute; of the ``chosen`` ones by their places there."""
@@ -119,16 +141,24 @@ class AdapterSet:
         for product, modules in PRODUCTS.items():
             if not (changed := of_product(adapter.modules, product)):
                 continue
-            a = torch.cat([tensor(tensor_name(layer, module, "A")) for module in changed])
-            sizes = [shapes[f"model.layers.{layer}.{module}.weight"][0] for module in modules]
-            b = torch.zeros(sum(sizes), len(a))
-            row = column = 0
-            for module, size in zip(modules, sizes, strict=True):
+            size = adapter.rank
+            a = torch.cat(
+                [self._part(module, "A", tensor(tensor_name(layer, module, "A"))) for module in changed]
+            )
+            blocks = []
+            for module in modules:
+                block = torch.zeros(shapes[f"model.layers.{layer}.{module}.weight"][0], len(a))
                 if module in changed:
-                    block = tensor(tensor_name(layer, module, "B")) * adapter.scale
-                    b[row : row + size, column : column + adapter.rank] = block
-                    column += adapter.rank
-                row += size
-            parts = (self._operators.projection(part.to(self._dtype), None) for part in (a, b))
-            found[product] = LowRank(*parts)
+                    column = changed.index(module) * size
+                    b = tensor(tensor_name(layer, module, "B"))
+                    block[:, column : column + size] = b * adapter.scale
+                blocks.append(self._part(module, "B", block))
+            left, right = (
+                self._operators.projection(part.to(self._dtype), None) for part in (a, torch.cat(blocks))
+            )
+            total = None if self._share is None else partial(self._share.total, product)
+            found[product] = LowRank(left, right, total)
         return found
+
+    def _part(self, module: str, matrix: str, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self._share is None else self._share.part(module, matrix, whole)

@@ -239,7 +239,7 @@ class TorchExecutor:
     def _logits(self, rows: StepRows, hidden: Hidden | None = None) -> torch.Tensor:
         self._attention.begin(rows.spans, torch.from_numpy(rows.slots))
         if self.adapters is not None:
-            self.adapters.begin(rows.spans)
+            self.adapters.begin([sequence.adapter for sequence in rows.spans.sequences], rows.spans.rows)
         return self._decoder.forward(
             self._known(rows),
             torch.from_numpy(rows.positions),

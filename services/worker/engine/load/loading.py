@@ -27,7 +27,7 @@ from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
 from services.worker.engine.execute.executor import Adapters, Batch, Executor, Inline, PrefillChunk
 from services.worker.engine.execute.null_executor import NullAdapters, NullExecutor
-from services.worker.engine.load.canary import is_exact
+from services.worker.engine.load.canary import is_exact, serves_adapters
 from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
 from services.worker.engine.load.memory_meter import MemoryMeter, meter_for
 from services.worker.engine.plan.block_manager import BlockManager
@@ -191,7 +191,10 @@ def load(
     report("canary", 0.0)
     budget_tokens = min(CANARY_BUDGET, limits.token_budget)
     cutting = PlannerLimits(budget_tokens, min(limits.max_sequences, budget_tokens))
-    promised = _promised(config, lambda: _engine(executor, ready, cutting, stop_ids), ready)
+    fresh = partial(_engine, executor, ready, cutting, stop_ids, adapters=adapters)
+    promised = _promised(config, fresh, ready)
+    if adapters is not None and _serves_adapters(config, fresh, ready, promised):
+        promised |= {"adapters"}
     report("canary", 1.0)
     budget = _budget(config, full_step_s)
     cache = _prefix_cache(config, ready)
@@ -199,7 +202,16 @@ def load(
     page = StepPage.open(Path(config.step_page_path), config.max_sequences) if config.step_page_path else None
     constraints = _constraints(config, ready, stop_ids)
     engine = _engine(
-        executor, ready, limits, stop_ids, budget, speculation, cache, page, constraints, adapters
+        executor,
+        ready,
+        limits,
+        stop_ids,
+        budget,
+        speculation,
+        cache,
+        page,
+        constraints,
+        adapters if "adapters" in promised else None,
     )
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s, capabilities=promised)
 
@@ -211,13 +223,16 @@ def _loaded(
         case "null":
             return (*_load_null(config), None, NullAdapters())
         case "vllm":
-            return (*_load_vllm(config, report), None, None)
+            executor, ready, stop_ids, adapters = _load_vllm(config, report)
+            return executor, ready, stop_ids, None, adapters
         case _:
-            executor, ready, stop_ids, draft = _load_measured(config, report)
-            return executor, ready, stop_ids, draft, executor.adapters
+            own, ready, stop_ids, draft = _load_measured(config, report)
+            return own, ready, stop_ids, draft, own.adapters
 
 
-def _load_vllm(config: EngineConfig, report: Report) -> tuple[Executor, Ready, frozenset[int]]:
+def _load_vllm(
+    config: EngineConfig, report: Report
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
     report("import", 0.0)
     from services.worker.engines.vllm.loading import load_vllm
 
@@ -237,6 +252,18 @@ def _promised(config: EngineConfig, fresh: Callable[[], Engine], ready: Ready) -
     elif claims:
         log.warning("canary.not_exact", executor=config.executor, dtype=config.dtype)
     return frozenset(promised)
+
+
+def _serves_adapters(
+    config: EngineConfig, fresh: Callable[[], Engine], ready: Ready, promised: frozenset[Capability]
+) -> bool:
+    """Return whether adapters are computed and change nothing else, as a canary shows."""
+    if config.executor == "null":
+        return True
+    served = serves_adapters(fresh(), ready.vocab_size, _model_of(config), exact="exact" in promised)
+    if not served:
+        log.warning("canary.no_adapters", executor=config.executor, dtype=config.dtype)
+    return served
 
 
 def _budget(config: EngineConfig, full_step_s: float) -> PrefillBudget | None:

@@ -44,6 +44,7 @@ class _Changes:
     new: list[NewRequestData] = field(default_factory=list)
     appended: dict[str, list[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)  # tokens that the step computes
+    adapters: dict[str, int] = field(default_factory=dict)  # of requests that have one
 
 
 class VllmRunner:
@@ -98,7 +99,15 @@ class VllmRunner:
         )
         self._gone = set()
         names = [self._known[id(sequence)].request for sequence in batch.sampled]
-        return RankStep(scheduled, changes.appended, names, sampling, batch.embedded, self._scored(batch))
+        return RankStep(
+            scheduled,
+            changes.appended,
+            names,
+            sampling,
+            batch.embedded,
+            self._scored(batch),
+            changes.adapters,
+        )
 
     def _place(self, sequence: SequenceState, start: int, end: int, changes: _Changes) -> None:
         """Note that the step computes ``tokens[start:end]``, and what the ranks do not have of it yet."""
@@ -115,6 +124,8 @@ class VllmRunner:
                 known.tokens = len(sequence.tokens)
             cached.num_output_tokens.append(known.tokens - known.first_tokens)
         changes.counts[known.request] = end - start
+        if sequence.adapter:
+            changes.adapters[known.request] = sequence.adapter
 
     def _introduce(self, sequence: SequenceState, start: int, changes: _Changes) -> _Known:
         self._arrivals += 1

@@ -6,7 +6,9 @@ Steps reach them from the engine's node by vLLM's own queues; the agent of this 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from msgspec import structs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from services.worker.engine.load.loading import Report
@@ -20,7 +22,7 @@ from services.worker.engine_protocol import (
     Resized,
     StepLink,
 )
-from services.worker.engines.vllm.loading import unlink_shared, vllm_config_of, watch
+from services.worker.engines.vllm.loading import unlink_shared, vllm_config_of, watch, without_adapter
 
 
 class Following:
@@ -50,7 +52,9 @@ class Following:
 def follow(config: EngineConfig, report: Report) -> tuple[Following, Ready]:
     """Return once the ranks of this node have met those of the others. Raises LoadError."""
     report("weights", 0.0)
-    ranks = MultiprocExecutor(vllm_config_of(config), monitor_workers=False)
+    with without_adapter(Path(config.model_dir)) as folder:
+        base = structs.replace(config, model_dir=str(folder))
+        ranks = MultiprocExecutor(vllm_config_of(base), monitor_workers=False)
     watch(ranks)
     unlink_shared(ranks)
     return Following(ranks), Ready(0, config.block_size, 0, 0, 0, 0)

@@ -10,8 +10,9 @@ import atexit
 import contextlib
 import multiprocessing.connection
 import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +27,18 @@ from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor import Executor as Ranks
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.decoder_config import parse_config
+from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_FILES
 from services.runtime.process.shared_memory import SHARED, mapped_inodes
-from services.worker.engine.execute.executor import Executor, Inline
+from services.worker.engine.execute.executor import Adapters, Executor, Inline
 from services.worker.engine.execute.step_rows import Seats
 from services.worker.engine.load.config import eos_ids, read_json
 from services.worker.engine.load.loading import largest_batches, sized
 from services.worker.engine.load.memory_meter import own_bytes
 from services.worker.engine.unsupported import BadEngineConfig, LoadError
 from services.worker.engine_protocol import EngineConfig, Ready
+from services.worker.engines.vllm.adapters import VllmAdapters
 from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
 
 LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
@@ -44,8 +49,28 @@ log = structlog.get_logger()
 
 def load_vllm(
     config: EngineConfig, report: Callable[[str, float], None]
-) -> tuple[Executor, Ready, frozenset[int]]:
-    """Return an executor on ranks that have the weights and a pool. Raises LoadError."""
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
+    """Return an executor on ranks that have the weights and a pool, and its adapters. Raises LoadError."""
+    with without_adapter(Path(config.model_dir)) as folder:
+        return _load(structs.replace(config, model_dir=str(folder)), report)
+
+
+@contextlib.contextmanager
+def without_adapter(folder: Path) -> Iterator[Path]:
+    """Yield a folder without the files of an adapter: vLLM would take them for weights of the model."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="fw-base-") as base:
+        for entry in folder.iterdir():
+            if entry.name not in ADAPTER_FILES:
+                (Path(base) / entry.name).symlink_to(entry.resolve())
+        yield Path(base)
+
+
+def _load(
+    config: EngineConfig, report: Callable[[str, float], None]
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
     report("weights", 0.0)
     vllm_config = vllm_config_of(config)
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
@@ -80,7 +105,17 @@ def load_vllm(
     in_process = vllm_config.parallel_config.world_size == 1
     folder = Path(config.model_dir)
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
-    return Inline(VllmRunner(ranks, block_size=block_size, in_process=in_process)), ready, stop_ids
+    runner = VllmRunner(ranks, block_size=block_size, in_process=in_process)
+    return Inline(runner), ready, stop_ids, _adapters(config, ranks)
+
+
+def _adapters(config: EngineConfig, ranks: Ranks) -> Adapters | None:
+    """Return the adapters of a family whose products are ours, on a CPU as on our own engine."""
+    try:
+        model = parse_config(read_json(Path(config.model_dir) / "config.json"))
+    except UnsupportedModel:
+        return None
+    return VllmAdapters(ranks, model) if config.device == "cpu" else None
 
 
 def vllm_config_of(config: EngineConfig) -> VllmConfig:

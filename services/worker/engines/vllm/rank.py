@@ -10,17 +10,21 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
+from fairway.formats.decoder_config import ModelConfig
 from services.runtime.process.child import die_with_parent
 from services.worker.engine.execute.executor import RuledRows, Samples, StepMasks
 from services.worker.engine.execute.step_rows import SamplingRows
 from services.worker.engine.execute.torch_executor import ScoredChunk, ScoredRows, launch_scores
 from services.worker.engine.load.memory_meter import meter_for, own_bytes
 from services.worker.engine.sample.sampler import TORCH, launch
+from services.worker.engine.unsupported import BadCheckpoint
+from services.worker.engines.vllm.adapters import RankAdapters
 
 if multiprocessing.parent_process() is not None:  # a rank, which reads this module before it loads anything
     die_with_parent()
@@ -47,12 +51,14 @@ class RankStep:
     sampling: SamplingRows
     embedded: list[int]  # sampling rows whose hidden states are requested
     scored: list[Scored]
+    adapters: dict[str, int]  # those of sequences that have one
 
 
 class FairwayRank:
     """Methods that vLLM's worker class inherits, so their names may not be among its own."""
 
     model_runner: Any
+    fairway_adapters: RankAdapters | None = None
 
     def fairway_weight_bytes(self, before: int) -> int:
         """Return what loading took. ``before`` is what a process without weights has of the host's memory."""
@@ -77,6 +83,20 @@ class FairwayRank:
             if logits is not None:  # some models gather them on one rank
                 launch(logits.float(), rows, masks=None).samples()
 
+    def fairway_load_adapter(self, model: ModelConfig, adapter: int, folder: Path) -> int | str:
+        """See ``RankAdapters.load``."""
+        try:
+            if self.fairway_adapters is None:
+                self.fairway_adapters = RankAdapters(self.model_runner, model)
+        except BadCheckpoint as error:
+            return str(error)
+        return self.fairway_adapters.load(adapter, folder)
+
+    def fairway_drop_adapter(self, adapter: int) -> None:
+        """See ``RankAdapters.drop``."""
+        if self.fairway_adapters is not None:
+            self.fairway_adapters.drop(adapter)
+
     def fairway_step(self, step: RankStep, masks: StepMasks | RuledRows | None) -> Samples | None:
         """Run a step; return its samples on the first of the ranks that have logits."""
         runner = self.model_runner
@@ -86,6 +106,8 @@ class FairwayRank:
             masks = computed
         for request, tokens in step.appended.items():
             _append(runner, request, tokens)
+        if self.fairway_adapters is not None:
+            self.fairway_adapters.step(step.adapters)
         with torch.inference_mode():
             self.execute_model(step.scheduled)  # type: ignore[attr-defined]
             state, runner.execute_model_state = runner.execute_model_state, None

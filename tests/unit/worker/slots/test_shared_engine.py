@@ -444,12 +444,49 @@ async def test_a_refused_adapter_breaks_its_version_alone(rig: Rig) -> None:
     free = rig.ledger.free_bytes
     await rig.load(refused, large)
     engine.events.on_adapter(wire.AdapterRefused(1, "its r is 0"))
-    for slot, message in ((refused, "its r is 0"), (large, "do not fit")):
-        assert (slot.phase, slot.failures.reason) == (VersionPhase.BROKEN, "ADAPTER_REFUSED")
+    for slot, reason, message in (
+        (refused, "ADAPTER_REFUSED", "its r is 0"),
+        (large, "DOES_NOT_FIT", "do not fit"),
+    ):
+        assert (slot.phase, slot.failures.reason) == (VersionPhase.BROKEN, reason)
         assert message in slot.message
+    assert refused.observed().needed_bytes == 0
+    assert large.observed().needed_bytes == 1000 * MIB  # of the adapter alone: its base runs
     assert base.phase is VersionPhase.READY
     await until(lambda: rig.ledger.free_bytes == free)
     assert not engine.ended
+
+
+async def test_an_adapter_that_the_engine_has_no_memory_for_is_tried_again_after_a_pause(rig: Rig) -> None:
+    rig.adapters = {SECOND: ADAPTER_BYTES}
+    base, adapter = rig.slot(FIRST), rig.slot(SECOND)
+    engine = await rig.ready(base)
+    await rig.load(adapter)
+    engine.events.on_adapter(wire.AdapterRefused(1, "there is no memory for it", "does_not_fit"))
+    seen = adapter.observed()
+    assert (adapter.failures.reason, seen.needed_bytes, seen.final) == ("DOES_NOT_FIT", 0, False)
+    assert seen.retry_at_s > rig.clock.monotonic_s()
+    await rig.load(adapter)
+    engine.events.on_adapter(wire.AdapterLoaded(2, ADAPTER_BYTES))
+    assert (adapter.phase, adapter.observed().needed_bytes) == (VersionPhase.READY, 0)
+
+
+async def test_an_engine_that_an_adapter_starts_leaves_room_for_it(rig: Rig) -> None:
+    rig.ledger = MemoryLedger(100 * MIB)  # a pool as large as wished would leave none
+    rig.context = replace(rig.context, ledger=rig.ledger)
+    rig.adapters = {FIRST: 20 * MIB}
+    slot = rig.slot(FIRST)
+    await rig.load(slot)
+    engine = rig.engines[0]
+    assert rig.ledger.free_bytes + engine.config.memory_bytes <= 80 * MIB
+    engine.events.on_ready(READY)
+    assert commands(engine, wire.LoadAdapter)
+    rig.adapters = {SECOND: 100 * MIB}
+    await slot.stop()
+    whole = rig.slot(SECOND)
+    await rig.load(whole)
+    assert whole.failures.reason == "DOES_NOT_FIT"
+    assert whole.observed().needed_bytes > rig.ledger.total_bytes
 
 
 async def test_an_adapter_without_a_deployed_base_starts_its_engine_and_a_crash_brings_all_back(
