@@ -159,29 +159,7 @@ def load(
 
     ``around`` returns the executor that the engine uses, around the loaded one.
     """
-    try:
-        limits = PlannerLimits(config.token_budget, config.max_sequences, config.max_long_prefills)
-    except ValueError as error:
-        raise BadEngineConfig(str(error)) from error
-    if not 0.0 <= config.itl_target_s < 3600.0:
-        raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
-    counts = (config.kv_blocks, config.max_model_len, config.threads, config.memory_bytes)
-    if config.block_size < 1 or min(counts) < 0:
-        raise BadEngineConfig("block_size, kv_blocks, max_model_len, threads and memory_bytes are counts")
-    if not 0.0 < config.cache_domain_ratio <= 1.0:
-        raise BadEngineConfig(f"cache_domain_ratio {config.cache_domain_ratio} is no share")
-    if not 1 <= config.max_proposals <= MAX_PROPOSALS:
-        raise BadEngineConfig(f"max_proposals {config.max_proposals} is not within 1 to {MAX_PROPOSALS}")
-    if (config.speculation == "draft") != bool(config.draft_model_dir):
-        raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
-    if config.draft_model_dir and config.executor == "null":
-        raise BadEngineConfig("a null engine has no draft")
-    if config.draft_model_dir and config.executor == "vllm":
-        raise BadEngineConfig("vLLM's workers verify no draft")
-    if config.executor != "vllm" and max(config.tensor_parallel, config.pipeline_parallel) > 1:
-        raise BadEngineConfig(
-            "only vLLM's workers share a model: tensor_parallel and pipeline_parallel are its own"
-        )
+    limits = _checked(config)
     executor, ready, stop_ids, draft, adapters = _loaded(config, report)
     if around is not None:
         executor = around(executor)
@@ -214,6 +192,34 @@ def load(
         adapters if "adapters" in promised else None,
     )
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s, capabilities=promised)
+
+
+def _checked(config: EngineConfig) -> PlannerLimits:
+    """Return the limits of a configuration that is consistent. Raises BadEngineConfig."""
+    try:
+        limits = PlannerLimits(config.token_budget, config.max_sequences, config.max_long_prefills)
+    except ValueError as error:
+        raise BadEngineConfig(str(error)) from error
+    if not 0.0 <= config.itl_target_s < 3600.0:
+        raise BadEngineConfig(f"itl_target_s {config.itl_target_s} is no time for a step")
+    counts = (config.kv_blocks, config.max_model_len, config.threads, config.memory_bytes)
+    if config.block_size < 1 or min(counts) < 0:
+        raise BadEngineConfig("block_size, kv_blocks, max_model_len, threads and memory_bytes are counts")
+    if not 0.0 < config.cache_domain_ratio <= 1.0:
+        raise BadEngineConfig(f"cache_domain_ratio {config.cache_domain_ratio} is no share")
+    if not 1 <= config.max_proposals <= MAX_PROPOSALS:
+        raise BadEngineConfig(f"max_proposals {config.max_proposals} is not within 1 to {MAX_PROPOSALS}")
+    if (config.speculation == "draft") != bool(config.draft_model_dir):
+        raise BadEngineConfig("draft_model_dir belongs to speculation 'draft', and that needs it")
+    if config.draft_model_dir and config.executor == "null":
+        raise BadEngineConfig("a null engine has no draft")
+    if config.draft_model_dir and config.executor == "vllm":
+        raise BadEngineConfig("vLLM's workers verify no draft")
+    if config.executor != "vllm" and max(config.tensor_parallel, config.pipeline_parallel) > 1:
+        raise BadEngineConfig(
+            "only vLLM's workers share a model: tensor_parallel and pipeline_parallel are its own"
+        )
+    return limits
 
 
 def _loaded(
