@@ -18,7 +18,16 @@ from tests.security.drills.attacks import ATTACKS
 from tests.security.drills.canary import Canary
 from tests.security.drills.frames import header_block, message
 from tests.security.drills.http import head, server_events, status_of
-from tests.security.drills.judge import Counted, Found, Row, Total, line, missing_settlements, result
+from tests.security.drills.judge import (
+    CROWD_GAP_S,
+    Counted,
+    Found,
+    Row,
+    Total,
+    line,
+    missing_settlements,
+    result,
+)
 from tests.security.drills.strangers import MODULES, empty_submessages
 from tests.security.drills.target import Gateway, Target
 from tests.security.drills.tenants import Running
@@ -42,6 +51,7 @@ def test_a_run_without_harm_passes() -> None:
         "roles_lost": 0,
         "canary_failed": 0,
         "canary_worst_gap_s": 0.3,
+        "crowd_worst_gap_s": 0.0,
         "rss_growth_mib": 12.0,
         "limits_exceeded": 0,
         "settlements_lost": 0,
@@ -55,6 +65,7 @@ def test_a_run_without_harm_passes() -> None:
         (good(failed=["gateway/http: 503", "gateway/grpc: UNAVAILABLE"]), "canary_failed", 2),
         (good(gap_s=1.01), "canary_worst_gap_s", 1.01),
         (good(gap_s=4.01, max_gap_s=4.0), "canary_worst_gap_s", 0.3),
+        (good(gap_s=2.01, max_gap_s=CROWD_GAP_S), "crowd_worst_gap_s", 2.01),
         (good(found=Found(exceeded=1)), "limits_exceeded", 1),
         (good(found=Found(skipped="not root")), "attacks", 0),
         (good(found=Found(wrong=["a key in a trailer was accepted"])), "attacks", 1),

@@ -34,9 +34,16 @@ def seconds(text: str) -> float:
     return float(text[:-1])
 
 
-def test_every_role_is_there_twice_but_the_registry() -> None:
+def test_every_role_is_there_twice_but_the_registry_and_followers() -> None:
     counted = {role: [SERVICES[name]["command"][4] for name in ROLE_NAMES].count(role) for role in ROLES}
-    assert counted == {"registry": 1, "controlplane": 2, "scheduler": 2, "worker": 5, "gateway": 2}
+    assert counted == {
+        "registry": 1,
+        "controlplane": 2,
+        "scheduler": 2,
+        "worker": 5,
+        "gateway": 2,
+        "follower": 0,
+    }
 
 
 @pytest.mark.parametrize("name", ROLE_NAMES)
