@@ -376,4 +376,8 @@ def _configure_logging() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == EngineExitCode.STEP_FAILED:  # an exit of vLLM waits for its ranks, clients for it
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -443,7 +443,22 @@ class EngineProcess:
         log_pipe: LogPipe,
         undo: contextlib.AsyncExitStack,
     ) -> None:
-        """Own the process until it has ended, even if this task is cancelled."""
+        """Own the process until it has ended, even if this task is cancelled, and report that first."""
+        try:
+            await self._run_to_end(process, server, log_pipe, undo)
+        finally:
+            if self._config.executor in ON_VLLM:
+                await self._group_ended(process.pid)
+                await asyncio.to_thread(sweep, self._born_unix_s)
+            self._exited.set()
+
+    async def _run_to_end(
+        self,
+        process: subprocess.Popen[bytes],
+        server: asyncio.Server,
+        log_pipe: LogPipe,
+        undo: contextlib.AsyncExitStack,
+    ) -> None:
         try:
             async with undo, TaskGroup() as group:
                 reader = group.create_task(log_pipe.copy(process.pid))
@@ -460,10 +475,6 @@ class EngineProcess:
                     process.wait(timeout=1.0)
             if self._link.transport is not None:
                 self._link.transport.abort()
-            if self._config.executor in ON_VLLM:
-                await self._group_ended(process.pid)
-                await asyncio.to_thread(sweep, self._born_unix_s)
-            self._exited.set()
         exit_ = self._exit_of(code)
         crashed = {}
         if isinstance(exit_, Crashed):
