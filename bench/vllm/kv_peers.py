@@ -26,7 +26,7 @@ Found = tuple[bytes, int]  # NIXL's description of the source, and an address or
 @dataclass(frozen=True, slots=True)
 class KvShape:
     layers: int
-    token_bytes: int  # of a layer, keys and values
+    token_bytes: int  # bytes of the keys and values of a token in a layer
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // BLOCK_TOKENS)

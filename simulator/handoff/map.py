@@ -25,18 +25,18 @@ from simulator.lab.report.measure import Slo
 
 # Medians of prompt and output, in tokens.
 PROFILES: Final = ((512, 256), (2048, 64), (2048, 256), (8192, 64), (8192, 256), (32_768, 256))
-SIGMA: Final = 0.5  # of both lengths
+SIGMA: Final = 0.5  # standard deviation of the logarithm of each length
 STEP_RATIOS: Final = (1.5, 2.5, 5.0)  # time per output token that is the objective, by the shortest step
-LINKS: Final = {"400 Gb/s": 50e9, "100 Gb/s": 12.5e9}  # in bytes per second
+LINKS: Final = {"400 Gb/s": 50e9, "100 Gb/s": 12.5e9}  # bytes per second of each link
 REPLICAS: Final = 8
 NEVER: Final = 99.0  # gain where replicas that do both serve nothing
-GROWTH: Final = 1.15  # from rate to rate, until one is served and the next is not
-HALVINGS: Final = 2  # of that interval
+GROWTH: Final = 1.15  # factor between rates, until one is served and the next is not
+HALVINGS: Final = 2  # halvings of the interval between those two rates
 SPAN_S, SPAN_OUTPUTS = 10.0, 2.5  # least traffic of a run, in seconds and in outputs
 LEAST_REQUESTS: Final = 300
 PAYS_RATIO: Final = 1.2  # gain in goodput below which the second kind of failure is not worth it
 PACE_RATIOS: Final = (1.0, 2.0, 4.0)  # the best of which counts where both are done
-LOAD_RATIO: Final = 0.7  # of the goodput of both on each replica, at which latencies are compared
+LOAD_RATIO: Final = 0.7  # load at which latencies are compared, by the goodput of replicas that do both
 
 
 def point(cost: CostModel, prompt: int, output: int, step_ratio: float) -> HandoffSpec:

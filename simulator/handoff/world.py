@@ -95,7 +95,7 @@ class _Request:
 @dataclass(slots=True)
 class _Replica:
     engine: SimEngine
-    prompt_tokens: int = 0  # of the requests that it has
+    prompt_tokens: int = 0  # prompts of the requests that it has
     arriving: deque[_Request] = field(default_factory=deque)  # prefilled elsewhere, first in, first out
     taken: dict[int, int] = field(default_factory=dict)  # blocks of those that arrived and have not started
     link_free_s: float = 0.0

@@ -32,7 +32,7 @@ from tests.support.engine_agent import ROOT, Agent
 from tests.support.fixed_cost import POSITIONS, VOCABULARY, own_outputs, save, save_pooling, token_row
 
 WIDTH: Final = 96  # vLLM has no attention with smaller heads
-TOLERANCE: Final = 1e-5  # of the largest value
+TOLERANCE: Final = 1e-5  # largest difference, by the largest value
 LOAD_S: Final = 240.0
 # Family, kind, fields; the pooling of an embedding; whether rows are exact, as the canary finds.
 MODELS: Final[dict[str, tuple[str, str, dict[str, Any], str, bool]]] = {

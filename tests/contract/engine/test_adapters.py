@@ -202,7 +202,7 @@ def test_an_adapter_that_cannot_be_loaded_harms_nobody(
     before = adapted.run(submit(adapted, 61, 0), submit(adapted, 61, 1))
     running = adapted.submit([1, 2, 3], 40, adapter=1, credit=20)
     adapted.until(lambda: len(adapted.outputs[running].tokens) == 20)
-    if executor != "null":  # that one reads no files
+    if executor != "null":  # the null executor reads no files
         refused = answer(adapted, LoadAdapter(50, str(folder)))
         assert isinstance(refused, AdapterRefused)
         assert refused.message

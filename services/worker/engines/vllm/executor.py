@@ -44,7 +44,7 @@ class _Changes:
     new: list[NewRequestData] = field(default_factory=list)
     appended: dict[str, list[int]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)  # tokens that the step computes
-    adapters: dict[str, int] = field(default_factory=dict)  # of requests that have one
+    adapters: dict[str, int] = field(default_factory=dict)  # adapters of the requests that have one
 
 
 class VllmRunner:

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor import Executor as Ranks
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
@@ -121,10 +121,15 @@ def _adapters(config: EngineConfig, ranks: Ranks) -> Adapters | None:
 def vllm_config_of(config: EngineConfig) -> VllmConfig:
     """Return vLLM's configuration, the same on every node. Raises BadEngineConfig."""
     config = structs.replace(config, block_size=max(LEAST_BLOCK_TOKENS, config.block_size))
+    return checked(_arguments(config), headless=config.node > 0)
+
+
+def checked(arguments: EngineArgs, *, headless: bool = False) -> VllmConfig:
+    """Return vLLM's configuration of a model that it accepts. Raises BadEngineConfig."""
     try:
-        return _arguments(config).create_engine_config(headless=config.node > 0)
+        return arguments.create_engine_config(headless=headless)
     except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
-        raise BadEngineConfig(f"vLLM refuses the model: {first_line(error)}") from error
+        raise BadEngineConfig(f"vLLM refuses the model: {_first_line(error)}") from error
 
 
 def _store(config: EngineConfig) -> TCPStore:
@@ -181,25 +186,34 @@ def _allocate(
     vllm_config.cache_config.num_gpu_blocks_override = blocks
     vllm_config.model_config.max_model_len = ready.max_model_len
     ranks.collective_rpc("update_max_model_len", args=(ready.max_model_len,))
+    pools = laid_out(vllm_config, ranks, specs, [blocks * _block_bytes(layers) for layers in specs])
+    for pool in pools:
+        if len(pool.kv_cache_groups) != 1 or pool.num_blocks != blocks:
+            raise LoadError(
+                f"vLLM divides the KV pool: {len(pool.kv_cache_groups)} groups, {pool.num_blocks} blocks"
+            )
+    vllm_config.cache_config.num_gpu_blocks = blocks
+    ranks.initialize_from_config(pools)
+    ranks.compile_or_warm_up_model()
+
+
+def laid_out(
+    vllm_config: VllmConfig, ranks: Ranks, specs: list[dict[str, KVCacheSpec]], pool_bytes: list[int]
+) -> list[KVCacheConfig]:
+    """Return the pool of each rank, of so many bytes, in the layout that all of them support."""
     layout = resolve_kv_cache_layout(
         vllm_config,
         ranks.get_supported_kv_cache_layouts(),
         [spec for layers in specs for spec in layers.values()],
     )
     ranks.set_kv_cache_layout(layout.name)
-    pools = get_kv_cache_configs(vllm_config, specs, [blocks * _block_bytes(layers) for layers in specs])
+    pools: list[KVCacheConfig] = get_kv_cache_configs(vllm_config, specs, pool_bytes)
     for pool in pools:
-        if len(pool.kv_cache_groups) != 1 or pool.num_blocks != blocks:
-            raise LoadError(
-                f"vLLM divides the KV pool: {len(pool.kv_cache_groups)} groups, {pool.num_blocks} blocks"
-            )
         pool.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
-    vllm_config.cache_config.num_gpu_blocks = blocks
-    ranks.initialize_from_config(pools)
-    ranks.compile_or_warm_up_model()
+    return pools
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return what the error says, without pydantic's heading and the links that follow."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "validation error" not in line), type(error).__name__)[:300]

@@ -51,7 +51,7 @@ class RankStep:
     sampling: SamplingRows
     embedded: list[int]  # sampling rows whose hidden states are requested
     scored: list[Scored]
-    adapters: dict[str, int]  # those of sequences that have one
+    adapters: dict[str, int]  # adapters of the requests that have one
 
 
 class FairwayRank:

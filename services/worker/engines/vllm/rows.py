@@ -19,8 +19,6 @@ from vllm import EngineArgs
 from vllm.config import PoolerConfig, VllmConfig
 from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT
 from vllm.pooling_params import PoolingParams
-from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor import Executor as Ranks
@@ -37,7 +35,7 @@ from services.worker.engine.load.memory_meter import own_bytes
 from services.worker.engine.process import EngineExitCode
 from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
 from services.worker.engine_protocol import EngineConfig
-from services.worker.engines.vllm.loading import LEAST_BLOCK_TOKENS, RANK, first_line, unlink_shared
+from services.worker.engines.vllm.loading import LEAST_BLOCK_TOKENS, RANK, checked, laid_out, unlink_shared
 
 CANARY_TOKENS: Final = (1, 5, 40, 97, 512)
 _TASKS: Final = {
@@ -154,10 +152,7 @@ def load_rows(config: EngineConfig, report: Callable[[str, float], None]) -> Vll
     if problem := encoder_problem(encoder):
         raise BadEngineConfig(problem)
     assert isinstance(encoder, EncoderConfig), "others have a problem"
-    try:
-        vllm_config = _arguments(config, encoder).create_engine_config()
-    except (ValueError, OSError) as error:  # pydantic's errors are ValueErrors
-        raise BadEngineConfig(f"vLLM refuses the model: {first_line(error)}") from error
+    vllm_config = checked(_arguments(config, encoder))
     before = own_bytes()
     ranks = Ranks.get_class(vllm_config)(vllm_config)
     report("weights", 1.0)
@@ -223,10 +218,5 @@ def _prepare(vllm_config: VllmConfig, ranks: Ranks) -> None:
     specs = ranks.get_kv_cache_specs()
     if any(specs):
         raise BadEngineConfig("the model keeps KV, which a batch of rows has not")
-    layout = resolve_kv_cache_layout(vllm_config, ranks.get_supported_kv_cache_layouts())
-    ranks.set_kv_cache_layout(layout.name)
-    pools = get_kv_cache_configs(vllm_config, specs, [0] * len(specs))
-    for pool in pools:
-        pool.kv_cache_layout = vllm_config.cache_config.kv_cache_layout
-    ranks.initialize_from_config(pools)
+    ranks.initialize_from_config(laid_out(vllm_config, ranks, specs, [0] * len(specs)))
     ranks.compile_or_warm_up_model()

@@ -451,7 +451,7 @@ async def test_a_refused_adapter_breaks_its_version_alone(rig: Rig) -> None:
         assert (slot.phase, slot.failures.reason) == (VersionPhase.BROKEN, reason)
         assert message in slot.message
     assert refused.observed().needed_bytes == 0
-    assert large.observed().needed_bytes == 1000 * MIB  # of the adapter alone: its base runs
+    assert large.observed().needed_bytes == 1000 * MIB  # its base runs, so only the adapter needs memory
     assert base.phase is VersionPhase.READY
     await until(lambda: rig.ledger.free_bytes == free)
     assert not engine.ended
