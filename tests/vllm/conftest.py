@@ -28,8 +28,8 @@ LOAD_S = 200.0
 
 def config_of(executor: str = "vllm", **options: Any) -> EngineConfig:
     defaults: dict[str, Any] = {"threads": 1, "block_size": 32, "kv_blocks": 64, "token_budget": 96}
-    defaults |= {"max_sequences": 16, "memory_bytes": 2 << 30, "max_model_len": 512}
-    return EngineConfig("", str(TINY), executor=executor, **(defaults | options))  # type: ignore[arg-type]
+    defaults |= {"model_dir": str(TINY), "max_sequences": 16, "memory_bytes": 2 << 30, "max_model_len": 512}
+    return EngineConfig("", executor=executor, **(defaults | options))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -13,7 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
+from bench.engines.checkpoints import random_tensors
+from fairway.formats.decoder_config import parse_config
+from fairway.formats.weights import SINGLE, expected_shapes
 from services.runtime.clock import SystemClock
 from services.runtime.process.shared_memory import SHARED, held_inodes, sweep
 from services.runtime.supervisor import Supervisor
@@ -41,6 +46,21 @@ def test_ranks_give_the_tokens_of_one_and_leave_no_memory(start: Callable[..., E
     os.killpg(engine.agent.process.pid, signal.SIGKILL)
     engine.agent.exit_code()
     assert set(SHARED.iterdir()) <= before
+
+
+def test_rows_wider_than_1024_are_exact_alone_too(start: Callable[..., Engine], tmp_path: Path) -> None:
+    fields = json.loads((TINY / "config.json").read_text()) | {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": False,
+    }
+    weights = random_tensors(expected_shapes(parse_config(fields)))
+    save_file(weights, tmp_path / SINGLE, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    engine = start(model_dir=str(tmp_path))
+    assert "exact" in engine.ready.capabilities
+    assert tokens(engine) == tokens(start("torch", model_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])

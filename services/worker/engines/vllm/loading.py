@@ -84,7 +84,7 @@ def _load(
     register_all_kvcache_specs(vllm_config)
     specs = ranks.get_kv_cache_specs()
     block_bytes = sum(map(_block_bytes, specs))
-    weight_bytes = sum(ranks.collective_rpc("fairway_weight_bytes", args=(before,)))
+    weight_bytes = sum(ranks.collective_rpc("fairway_loaded", args=(before,)))
     blocks = config.kv_blocks or config.kv_memory_bytes // block_bytes - NULL_BLOCKS
     most = Ready(
         kv_blocks_total=blocks,

@@ -157,7 +157,7 @@ def load_rows(config: EngineConfig, report: Callable[[str, float], None]) -> Vll
     ranks = Ranks.get_class(vllm_config)(vllm_config)
     report("weights", 1.0)
     _prepare(vllm_config, ranks)
-    (weight_bytes,) = ranks.collective_rpc("fairway_weight_bytes", args=(before,))
+    (weight_bytes,) = ranks.collective_rpc("fairway_loaded", args=(before,))
     unlink_shared(ranks)
     facts = replace(facts_of(encoder), dtype=config.dtype, weight_bytes=weight_bytes, pauses=False)
     model = VllmRows(ranks, encoder, facts)
