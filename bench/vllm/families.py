@@ -27,7 +27,8 @@ _COMMON: Final[dict[str, Any]] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
-    "initializer_range": 0.1,  # with less the outputs of some families repeat one token, which shows little
+    # With a smaller range the outputs of some families repeat one token, which shows little.
+    "initializer_range": 0.1,
 }
 _WINDOWS: Final = {"head_dim": 64, "sliding_window": 32}
 _ROUTED: Final = {"num_experts_per_tok": 2, "head_dim": 64}

@@ -328,7 +328,8 @@ class VersionSlot:
             if draft is not None:
                 weights += await self.files.weight_bytes(draft, self._bytes_per_value)
             grant = self.memory.take(weight_bytes=weights + self.adapter_bytes, kv_bytes=self._kv_target)
-            memory_bytes = grant.bytes - self.adapter_bytes  # which is granted again when it is loaded
+            # Each adapter's memory is granted again when it is loaded.
+            memory_bytes = grant.bytes - self.adapter_bytes
             self._context.woke()  # other loads may wait for this grant
         config = settings.config(
             folder, executor_of(self.version.executor), memory_bytes=memory_bytes, draft=draft
