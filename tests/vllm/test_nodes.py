@@ -74,8 +74,15 @@ async def nodes(supervisor: Supervisor, vllm_dir: Path) -> AsyncIterator[Nodes]:
     await server.stop(0)
 
 
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if each.status() != "zombie"]
+    return [each for each in psutil.Process().children(recursive=True) if runs(each)]
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
@@ -95,19 +102,20 @@ async def test_ranks_on_two_nodes_give_the_tokens_of_one(
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-async def test_the_end_of_a_rank_or_of_the_leader_ends_both_nodes_and_the_next_engine_is_followed(
+async def test_the_end_of_any_process_ends_both_nodes_and_the_next_engine_is_followed(
     nodes: Nodes, sizes: dict[str, int]
 ) -> None:
-    for lost in ("rank", "leader"):
+    for lost in ("rank", "leader", "follower"):
         run = nodes.start(**sizes)
         await run.engine.start()
         await run.ready()
         run.submit(300)
         await until(lambda: all(len(each) >= 3 for each in run.tokens.values()))  # noqa: B023
-        pid = ranks_of(nodes.follower.pid)[0].pid if lost == "rank" else run.engine.pid
-        os.kill(pid, signal.SIGKILL)
+        ranks = [*ranks_of(run.engine.pid), *ranks_of(nodes.follower.pid)]
+        pids = {"rank": ranks[-1].pid, "leader": run.engine.pid, "follower": nodes.follower.pid}
+        os.kill(pids[lost], signal.SIGKILL)
         killed_s = time.monotonic()
-        await until(lambda: run.exit is not None and not children())  # noqa: B023
+        await until(lambda: run.exit is not None and not children() and not any(map(runs, ranks)))  # noqa: B023
         assert time.monotonic() - killed_s < SOON_S
         assert isinstance(run.exit, Crashed)
 

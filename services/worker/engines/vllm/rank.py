@@ -29,7 +29,9 @@ from services.worker.engine.sample.sampler import TORCH, launch
 from services.worker.engine.unsupported import BadCheckpoint
 from services.worker.engines.vllm.adapters import RankAdapters
 
-if multiprocessing.parent_process() is not None:  # a rank, which reads this module before it loads anything
+# A rank reads this module before it loads anything. Its process has its name already, and no parent yet where
+# the module is read with that of the process which started it.
+if multiprocessing.current_process().name != "MainProcess":
     die_with_parent()
 
 
