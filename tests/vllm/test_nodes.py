@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
 
+from fairway.engines.environment import engine_variables
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.rpc.server import RpcServer, RpcService
@@ -22,9 +25,10 @@ from services.runtime.supervisor import Supervisor
 from services.worker.follower import COMMAND, FollowerServicer
 from services.worker.slots.engine_process import Crashed, EngineTimeouts, process_launcher
 from services.worker.slots.followed_engine import Followers, led_launcher
-from tests.contract.engine.conftest import TINY, Engine
+from tests.contract.engine.conftest import TINY, VLLM_PYTHON, Engine
 from tests.integration.worker.harness import TOKEN, FolderSource
 from tests.support import local_servers
+from tests.support.stack import ROOT
 from tests.support.waiting import until
 from tests.vllm.conftest import Run, config_of, ranks_of, tokens
 
@@ -118,6 +122,21 @@ async def test_the_end_of_any_process_ends_both_nodes_and_the_next_engine_is_fol
         await until(lambda: run.exit is not None and not children() and not any(map(runs, ranks)))  # noqa: B023
         assert time.monotonic() - killed_s < SOON_S
         assert isinstance(run.exit, Crashed)
+
+
+def test_a_rank_ends_with_the_process_that_started_it_whoever_else_is_gone() -> None:
+    """The agent that would kill the group may have been killed with the process."""
+    command = [VLLM_PYTHON, "-m", "tests.vllm.rank_parent"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=engine_variables(threads=1), stdout=PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        rank = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        _, alive = psutil.wait_procs([rank], timeout=10)
+        for each in alive:
+            each.kill()
+    assert not alive
 
 
 async def test_what_ranks_listen_on_is_the_stated_address(nodes: Nodes) -> None:
