@@ -122,6 +122,10 @@ class ProviderTokens:
         self._error = "they were not read yet"
         self._wanted = True
 
+    def __len__(self) -> int:
+        """Return how many verified tokens are kept."""
+        return len(self._verified)
+
     async def run(self) -> None:
         """Read the keys until cancelled."""
         while True:
