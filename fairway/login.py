@@ -71,7 +71,7 @@ def valid_login(path: Path, now: Callable[[], float] = time.time) -> Login | Non
     login = load(path)
     if login is None or now() < login.expire_unix_s - _RENEW_S:
         return login
-    with path.with_suffix(".lock").open("a") as lock:
+    with path.with_suffix(".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         login = load(path)
         if login is None or now() < login.expire_unix_s - _RENEW_S:

@@ -63,6 +63,15 @@ async def test_every_route_has_a_rule_and_keeps_it(guarded: tuple[Face, Credenti
         face.service.calls.clear()
 
 
+async def test_a_token_of_a_newer_key_is_asked_for_again(guarded: tuple[Face, Credentials]) -> None:
+    face, credentials = guarded
+    credentials.provider.rotate()
+    token = credentials.provider.token(groups=["tenants"], tenant="acme")
+    answer = await face.ask("GET", "/v1/models", key=token)
+    assert (answer.status, answer.error["code"]) == (503, "unavailable")
+    assert 1 <= int(answer.headers["retry-after"]) <= 11
+
+
 @pytest.mark.parametrize(
     ("path", "headers"),
     [
