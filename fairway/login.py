@@ -21,6 +21,7 @@ from fairway.cli.state import read_json, write_private
 from fairway.http_json import FetchFailed, request_json
 
 _RENEW_S: Final = 60.0  # a token that ends within this time is renewed first
+_RETRY_S: Final = 5.0  # between attempts while the provider is away and the token is still valid
 _LIFETIME_S: Final = 300.0  # of a token whose provider states none
 _INTERVAL_S: Final = 5.0
 _LONGEST_S: Final = 1800.0
@@ -154,15 +155,20 @@ class Bearer:
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),)
         self._until_s = 0.0 if self._path is not None else float("inf")
 
+    @property
+    def due(self) -> bool:
+        """Whether the token is to be renewed before the next use."""
+        return time.time() >= self._until_s
+
     async def renew(self) -> None:
         """Return once ``metadata`` is valid for a while. Raises LoginFailed."""
-        if self._path is None or time.time() < self._until_s:
+        if self._path is None or not self.due:
             return
         login = await asyncio.to_thread(valid_login, self._path)
         if login is None:
             raise LoginFailed("nobody is logged in any more")
         self.metadata = (("authorization", f"Bearer {login.access_token}"),)
-        self._until_s = login.expire_unix_s - _RENEW_S
+        self._until_s = max(login.expire_unix_s - _RENEW_S, time.time() + _RETRY_S)
 
 
 def _renewed(login: Login, now_s: float) -> Login:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fairway.client import AdminClient, Client, Unauthenticated
+from fairway.client import AdminClient, Client, Options, Unauthenticated
 from fairway.login import LoginFailed, load, log_in, login_file, save, valid_login
 from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
 from services.adapters.memory.store import MemoryStore
@@ -24,6 +24,7 @@ from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.rpc.server import RpcServer, RpcService
 from simulator.stores.limiter import MemoryLimiter
+from tests.integration.client.scripted import ScriptedGateway
 from tests.integration.controlplane.plane import SEALER, ScriptedUsage, TurnedClock
 from tests.support.credentials import Credentials
 from tests.support.oidc_provider import CLIENT, OidcProvider, oidc_provider
@@ -177,6 +178,27 @@ async def test_clients_without_a_key_use_the_login(provider: OidcProvider, home:
                     await admin.caller()
                     await asyncio.sleep(0.05)
         assert caught.value.reason == "LOGIN_ENDED"
+
+
+async def test_a_session_opens_another_stream_for_a_renewed_login(
+    provider: OidcProvider, home: Home, gateways: tuple[ScriptedGateway, ScriptedGateway]
+) -> None:
+    gateway = gateways[0]
+    provider.lifetime_s = 62  # due after 2 s at the earliest
+    save(login_file(), log_in(provider.issuer, CLIENT, asked=ASKED, show=lambda page, code: None))
+    async with Client(gateway.address) as client, client.session() as session:
+
+        async def generated() -> int:
+            stream = session.generate("tiny", "hi", Options(max_output_tokens=2))
+            return len([event async for event in stream])
+
+        await generated()
+        assert gateway.sessions == 1
+        async with asyncio.timeout(30):
+            while gateway.sessions == 1:
+                await generated()
+                await asyncio.sleep(0.05)
+        assert provider.requests.count("/token") == 3  # pending, confirmed, renewed
 
 
 def test_polling_slows_down_when_asked_to(provider: OidcProvider) -> None:
