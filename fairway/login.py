@@ -147,11 +147,11 @@ def log_out(path: Path) -> bool:
 class Bearer:
     """What a client presents: its key, or without one the token of this user's login, renewed in time."""
 
-    def __init__(self, key: str, path: Path | None = None) -> None:
-        """Raises ValueError without a key and a login."""
-        self._path = None if key else path or login_file()
+    def __init__(self, key: str, name: str = "key") -> None:
+        """``name``: of the key, for the ValueError without a key and a login."""
+        self._path = None if key else login_file()
         if self._path is not None and load(self._path) is None:
-            raise ValueError("the key is empty, and nobody is logged in")
+            raise ValueError(f"{name} is empty, and nobody is logged in")
         self.metadata: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {key}"),)
         self._until_s = 0.0 if self._path is not None else float("inf")
 

@@ -37,6 +37,8 @@ DAILY_EXAMPLES = 50  # of a property that names no number; make test-pythons dra
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # a login of whoever runs the tests is none of theirs
+
 # No deadline per example: on a busy machine it fails whatever it meets.
 hypothesis.settings.register_profile(
     "daily", hypothesis.settings(), max_examples=DAILY_EXAMPLES, deadline=None

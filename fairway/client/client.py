@@ -154,7 +154,7 @@ class Client:
         Without ``api_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
         ValueError without both.
         """
-        Bearer(api_key)
+        Bearer(api_key, "api_key")
         self._addresses = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         self._api_key = api_key
         self._options = options or ClientOptions()

@@ -434,7 +434,7 @@ class AdminClient:
         Without ``admin_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
         ValueError for no address, a duplicate, or without key and login.
         """
-        Bearer(admin_key)
+        Bearer(admin_key, "admin_key")
         self._control_planes = _listed(control_planes)
         self._registries = _listed(registry)
         if not self._control_planes and not self._registries:
