@@ -13,6 +13,7 @@ import pwd
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.parse
 from collections.abc import Generator, Iterator
@@ -37,7 +38,8 @@ DAILY_EXAMPLES = 50  # of a property that names no number; make test-pythons dra
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
 
-os.environ["XDG_CONFIG_HOME"] = os.devnull  # a login of whoever runs the tests is none of theirs
+# Without this folder nobody is logged in, whoever runs the tests.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "fairway-tests-without-login")
 
 # No deadline per example: on a busy machine it fails whatever it meets.
 hypothesis.settings.register_profile(
