@@ -1,4 +1,4 @@
-"""Write the pages under docs/reference from the code: errors, metrics, settings, commands and HTTP routes.
+"""Write the pages under docs/reference from the code: errors, metrics, settings, commands, routes, access.
 
 python scripts/reference.py            writes the pages
 python scripts/reference.py --check    exits 1 and names the pages that differ from the code
@@ -7,7 +7,9 @@ python scripts/reference.py --check    exits 1 and names the pages that differ f
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import pkgutil
 import re
 import sys
 from collections import Counter
@@ -16,11 +18,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args, get_origin
 
 import typer
+from google.protobuf.descriptor import ServiceDescriptor
 
+import fairway.inference
+import fairway.v1
 from fairway.cli.main import app as cli_app
+from fairway.v1 import options_pb2
 from scripts.metric_list import ALL, metric_list
 from services.core import errors
 from services.core.faults import ERRORS, FINISHED, Fault
+from services.core.records import KeyRole
 from services.gateway.faces.description.document import NOT_OFFERED, document_of, path_of
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import REQUEST_HEADERS, BodyReader, HttpLimits
@@ -47,6 +54,10 @@ _ROLE_TITLES: Final = {
     "registry": "Registry",
     "controlplane": "Control plane",
 }
+_CALLERS: Final = {
+    str(role): options_pb2.Access.Value(f"ACCESS_{role.name}")
+    for role in sorted(KeyRole, key=lambda role: role.of_tenant)
+} | {"services": options_pb2.ACCESS_INTERNAL}
 _COMMON_USES: Final = 5  # an option of so many commands is explained once
 
 
@@ -161,7 +172,8 @@ in [operations/cli.md](../operations/cli.md).
 
 def http_page() -> str:
     head = """\
-The gateway serves this API at `FAIRWAY_HTTP_LISTEN`. The caller `tenant` sends a tenant's API key. Bodies are
+The gateway serves this API at `FAIRWAY_HTTP_LISTEN`. The caller `tenant` sends an API key or a token of
+the role `tenant` or `tenant-admin`. Bodies are
 JSON of at most `FAIRWAY_MAX_BODY_BYTES`. Each answer has `x-request-id`. Served and
 rejected (429) answers have OpenAI's `x-ratelimit-*` for the rates that were checked; not those under an
 idempotency key and those decided on a [slice](../architecture/metering.md#leased-rates). See also
@@ -189,6 +201,36 @@ idempotency key and those decided on a [slice](../architecture/metering.md#lease
         if kind.__module__.startswith(_OWN_DIALECT):
             parts += _body_section(kind.__name__, schemas, shown)
     return "".join(parts)
+
+
+def access_page() -> str:
+    head = """\
+The roles of keys and tokens that may call each method, by the `(access)` options of the protos. `services`
+are other processes of the installation. Routes of the HTTP API take `tenant` and `tenant-admin`, except the
+public ones of [http.md](http.md). [operations/access.md](../operations/access.md) describes the roles.
+"""
+    parts = [_head("Access", "protos/fairway", head)]
+    for service in _services():
+        found: dict[str, list[str]] = {}
+        for method in service.methods:
+            rule = method.GetOptions().Extensions[options_pb2.access]
+            callers = [caller for caller, access in _CALLERS.items() if access in rule]
+            found.setdefault(", ".join(callers), []).append(f"`{method.name}`")
+        rows = [(callers, " ".join(methods)) for callers, methods in found.items()]
+        parts.append(_section(service.name, ("callers", "methods"), rows))
+    return "".join(parts)
+
+
+def _services() -> list[ServiceDescriptor]:
+    """Return the services of all protos, sorted by their names."""
+    modules = (
+        importlib.import_module(f"{package.__name__}.{found.name}")
+        for package in (fairway.v1, fairway.inference)
+        for found in pkgutil.iter_modules(package.__path__)
+        if found.name.endswith("_pb2")
+    )
+    services = (each for module in modules for each in module.DESCRIPTOR.services_by_name.values())
+    return sorted(services, key=lambda service: str(service.name))
 
 
 def _body_section(name: str, schemas: dict[str, Any], shown: dict[str, None]) -> list[str]:
@@ -241,6 +283,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": settings_page,
     "cli.md": cli_page,
     "http.md": http_page,
+    "access.md": access_page,
 }
 
 

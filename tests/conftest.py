@@ -13,6 +13,7 @@ import pwd
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.parse
 from collections.abc import Generator, Iterator
@@ -36,6 +37,9 @@ LONG_TESTS = frozenset((ROOT / "tests" / "long_tests.txt").read_text().split())
 DAILY_EXAMPLES = 50  # of a property that names no number; make test-pythons draws 100
 STARTS = 3  # a port that was free may be taken by the time that the server binds it
 
+
+# Without this folder nobody is logged in, whoever runs the tests.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "fairway-tests-without-login")
 
 # No deadline per example: on a busy machine it fails whatever it meets.
 hypothesis.settings.register_profile(

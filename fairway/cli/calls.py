@@ -80,7 +80,8 @@ def _advice(code: grpc.StatusCode, reason: str) -> tuple[ExitCode, str]:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return (
                 ExitCode.UNAUTHENTICATED,
-                "use a key that may do this: --api-key or --admin-key; both are in .fairway/endpoints.json",
+                step
+                or "use a key that may do this: --api-key or --admin-key; .fairway/endpoints.json has both",
             )
         case grpc.StatusCode.UNAVAILABLE:
             return ExitCode.UNAVAILABLE, step or "see `fairway status`; start it with `fairway up`"
@@ -123,6 +124,7 @@ _STEPS: Final = {
     "FAILED_PRECONDITION": "do first what the message requires, then try again",
     "ETAG_MISMATCH": "read it with `show`, and repeat the change with its present etag",
     "NO_WORKER_AVAILABLE": "`fairway nodes list` and `fairway deployments list` show what is missing",
+    "LOGIN_ENDED": "log in again with `fairway login`, or pass a key",
     "NO_LEADER": "a new leader is elected within seconds; `fairway status` shows whether a scheduler runs",
 }
 

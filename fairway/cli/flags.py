@@ -11,7 +11,7 @@ import typer
 from fairway.cli import completion
 from fairway.cli.terminal.cells import parse_moment, parse_money, parse_span
 from fairway.v1 import common_pb2
-from fairway.v1.controlplane_pb2 import Metadata
+from fairway.v1.controlplane_pb2 import KeyRole, Metadata
 
 
 class Format(StrEnum):
@@ -31,6 +31,23 @@ class PriorityName(StrEnum):
     @property
     def proto(self) -> common_pb2.Priority.ValueType:
         return common_pb2.Priority.Value(f"PRIORITY_{self.name}")
+
+
+class RoleName(StrEnum):
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    AUDITOR = "auditor"
+    ADMIN = "admin"
+    TENANT_ADMIN = "tenant-admin"
+    TENANT = "tenant"
+
+    @property
+    def proto(self) -> KeyRole.ValueType:
+        return KeyRole.Value(f"KEY_ROLE_{self.name}")
+
+    @property
+    def of_tenant(self) -> bool:
+        return self in (RoleName.TENANT, RoleName.TENANT_ADMIN)
 
 
 def span_s(text: str | float) -> float:

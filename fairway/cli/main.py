@@ -21,6 +21,7 @@ from fairway.cli.commands import (
     engines,
     events,
     lifecycle,
+    login,
     models,
     nodes,
     placements,
@@ -103,6 +104,7 @@ usage.add(app)
 reliability.add_slis(app)
 placements.add(app)
 events.add(app)
+login.add(app)
 app.command()(lifecycle.bootstrap)
 app.command()(simulate)
 app.command()(calibrate)

@@ -1,4 +1,7 @@
-"""Server address and key of a command: from flags, then the environment, then endpoints.json."""
+"""Server address and key of a command: from flags, then the environment, then endpoints.json.
+
+A command for another server than the local installation's uses the login where no key is given.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import typer
 
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.state import Endpoints, StateDir
+from fairway.login import LoginFailed, load, login_file, valid_login
 
 StateDirOption = Annotated[
     Path, typer.Option("--state-dir", help="Installation whose endpoints.json is used.", show_default=True)
@@ -56,7 +60,7 @@ DEFAULT_STATE_DIR = Path(".fairway")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of a server and the key for it."""
+    """The address of a server and the key for it; an empty key: the login."""
 
     address: str
     key: str
@@ -66,28 +70,38 @@ def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError if neither flags, environment nor file name one."""
     found = _endpoints(state_dir)
     known = (_several(found.gateways, found.grpc), found.api_key) if found else ("", "")
-    return _target("gateway", address or known[0], api_key or known[1])
+    return _target("gateway", address, api_key, known)
 
 
 def http_api(url: str, api_key: str, state_dir: Path) -> Target:
     """Return the HTTP API to call; its address is a URL. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.http, found.api_key) if found else ("", "")
-    return _target("http", url or known[0], api_key or known[1])
+    target = _target("http", url, api_key, known)
+    try:
+        login = None if target.key else valid_login(login_file())
+    except LoginFailed as exc:
+        raise CliError(
+            "LOGIN_ENDED",
+            str(exc),
+            next_step="log in again with `fairway login`",
+            exit_code=ExitCode.UNAUTHENTICATED,
+        ) from exc
+    return target if login is None else Target(target.address, login.access_token)
 
 
 def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the control plane to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (_several(found.controlplanes, found.controlplane), found.admin_key) if found else ("", "")
-    return _target("controlplane", address or known[0], admin_key or known[1])
+    return _target("controlplane", address, admin_key, known)
 
 
 def registry(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the registry to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.registry, found.admin_key) if found else ("", "")
-    return _target("registry", address or known[0], admin_key or known[1])
+    return _target("registry", address, admin_key, known)
 
 
 def default_model(model: str, state_dir: Path) -> str:
@@ -109,8 +123,13 @@ def _endpoints(state_dir: Path) -> Endpoints | None:
     return Endpoints.load(StateDir.at(state_dir).endpoints)
 
 
-def _target(name: str, address: str, key: str) -> Target:
+def _target(name: str, address: str, key: str, known: tuple[str, str]) -> Target:
+    """Return the target of the given address and key, or of the installation's."""
     flag = "grpc" if name == "gateway" else name
+    has_login = load(login_file()) is not None
+    if not key and not (address and has_login):
+        key = known[1]
+    address = address or known[0]
     if not address:
         raise CliError(
             "NO_ADDRESS",
@@ -119,11 +138,12 @@ def _target(name: str, address: str, key: str) -> Target:
             + ("--http URL" if name == "http" else f"--{flag} HOST:PORT"),
             exit_code=ExitCode.NOT_RUNNING,
         )
-    if not key:
+    if not key and not has_login:
         raise CliError(
             "NO_KEY",
             f"there is no key for the {name}",
-            next_step="add " + ("--api-key KEY" if name in ("gateway", "http") else "--admin-key KEY"),
+            next_step="log in with `fairway login`, or add "
+            + ("--api-key KEY" if name in ("gateway", "http") else "--admin-key KEY"),
             exit_code=ExitCode.UNAUTHENTICATED,
         )
     if not key.isascii() or not key.isprintable():

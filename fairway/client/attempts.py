@@ -18,12 +18,14 @@ from fairway.client.errors import (
     DeadlineExceeded,
     FairwayError,
     OverQuota,
+    Unauthenticated,
     Unavailable,
     connection_lost,
     from_rpc,
 )
 from fairway.client.errors import deadline_exceeded as _deadline_exceeded
 from fairway.client.values import ClientOptions, checked_timeout_s
+from fairway.login import Bearer, LoginFailed
 from fairway.v1 import inference_pb2 as pb
 
 T = TypeVar("T")
@@ -39,8 +41,8 @@ class Core:
     pool: EndpointPool  # the client's gateways
     budget: policy.RetryBudget  # shared by all calls
     options: ClientOptions  # defaults of the calls
-    # Sent with every call.
-    metadata: Metadata
+    # Source of what is sent with every call.
+    bearer: Bearer
     # Monotonic seconds.
     now: Callable[[], float]
     rng: Random  # source of jitter
@@ -65,11 +67,16 @@ class Core:
             pool=EndpointPool(endpoints, now=now, rng=rng, noun=noun),
             budget=policy.RetryBudget(options.retry, now()),
             options=options,
-            metadata=(("authorization", f"Bearer {api_key}"),),
+            bearer=Bearer(api_key),
             now=now,
             rng=rng,
             new_key=lambda: secrets.token_hex(16),
         )
+
+    @property
+    def metadata(self) -> Metadata:
+        """Sent with every call; current after ``Attempts.begin``."""
+        return self.bearer.metadata
 
     def key(self, requested: str | None) -> str:
         """Return the caller's idempotency key, else a new one if the options enable keys; empty: none."""
@@ -105,7 +112,13 @@ class Attempts:
         return left_s
 
     async def begin(self) -> Endpoint:
-        """Return the gateway of the next attempt. Raises NoGateway or DeadlineExceeded."""
+        """Return the gateway of the next attempt. Raises NoGateway, DeadlineExceeded, or Unauthenticated
+        when a login has ended.
+        """
+        try:
+            await self._core.bearer.renew()
+        except LoginFailed as error:
+            raise self._ended(Unauthenticated(str(error), reason="LOGIN_ENDED"), "") from error
         left_s = self.time_left_s
         connect_s = min(left_s, self._core.options.connect_timeout_s)
         try:

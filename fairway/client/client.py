@@ -46,6 +46,7 @@ from fairway.client.values import (
     TokenCount,
     checked_timeout_s,
 )
+from fairway.login import Bearer
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 
@@ -143,17 +144,17 @@ class Client:
         self,
         endpoints: str | Sequence[str],
         *,
-        api_key: str,
+        api_key: str = "",
         options: ClientOptions | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         rng: Random | None = None,
     ) -> None:
         """``endpoints``: host:port of each gateway. ``credentials``: for TLS; without, the key is plain text.
 
-        Opens no connection yet. Raises ValueError for an empty key.
+        Without ``api_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
+        ValueError without both.
         """
-        if not api_key:
-            raise ValueError("api_key is empty")
+        Bearer(api_key, "api_key")
         self._addresses = [endpoints] if isinstance(endpoints, str) else list(endpoints)
         self._api_key = api_key
         self._options = options or ClientOptions()

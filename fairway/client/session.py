@@ -117,11 +117,13 @@ class Link:
         self._ended: FairwayError | None = None
         self._has_received = False
         self.retired = False
+        self._metadata = core.metadata
 
     @property
     def usable(self) -> bool:
         """Whether new generations may start on it."""
-        return self._ended is None and not self.retired and self._next_id < MAX_STREAM_ID
+        current = self._metadata == self._core.metadata and not self._core.bearer.due
+        return self._ended is None and not self.retired and current and self._next_id < MAX_STREAM_ID
 
     def start(
         self, generation: pb.Generation, *, taken: int, window: int, deadline_s: float, attempt: int = 0
@@ -160,7 +162,7 @@ class Link:
 
     async def run(self) -> None:
         """Return when the stream ended: broken, or half-closed after ``retire`` and read to its end."""
-        call = self.endpoint.stub.Session(metadata=self._core.metadata)
+        call = self.endpoint.stub.Session(metadata=self._metadata)
         error: FairwayError = connection_lost("the session was closed")
         try:
             async with TaskGroup() as group:

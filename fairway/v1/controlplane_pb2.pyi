@@ -34,17 +34,34 @@ class _KeyRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeyRole.Value
     DESCRIPTOR: _descriptor.EnumDescriptor
     KEY_ROLE_UNSPECIFIED: _KeyRole.ValueType  # 0
     KEY_ROLE_TENANT: _KeyRole.ValueType  # 1
-    """Calls the data plane for one tenant."""
+    """Calls the data plane for one tenant, and reads its usage and budgets."""
     KEY_ROLE_ADMIN: _KeyRole.ValueType  # 2
-    """Operates the control plane and the registry. Not for the data plane."""
+    """Everything in the control plane and the registry. Not for the data plane, as all roles without a tenant."""
+    KEY_ROLE_VIEWER: _KeyRole.ValueType  # 3
+    """Reads the fleet, models, deployments, rollouts and objectives."""
+    KEY_ROLE_OPERATOR: _KeyRole.ValueType  # 4
+    """Reads and changes them."""
+    KEY_ROLE_AUDITOR: _KeyRole.ValueType  # 5
+    """Reads everything, audit events, tenants, keys and usage too."""
+    KEY_ROLE_TENANT_ADMIN: _KeyRole.ValueType  # 6
+    """As a tenant's, and manages the keys of its tenant."""
 
-class KeyRole(_KeyRole, metaclass=_KeyRoleEnumTypeWrapper): ...
+class KeyRole(_KeyRole, metaclass=_KeyRoleEnumTypeWrapper):
+    """What a key or a token is for. docs/reference/access.md has the methods of each role."""
 
 KEY_ROLE_UNSPECIFIED: KeyRole.ValueType  # 0
 KEY_ROLE_TENANT: KeyRole.ValueType  # 1
-"""Calls the data plane for one tenant."""
+"""Calls the data plane for one tenant, and reads its usage and budgets."""
 KEY_ROLE_ADMIN: KeyRole.ValueType  # 2
-"""Operates the control plane and the registry. Not for the data plane."""
+"""Everything in the control plane and the registry. Not for the data plane, as all roles without a tenant."""
+KEY_ROLE_VIEWER: KeyRole.ValueType  # 3
+"""Reads the fleet, models, deployments, rollouts and objectives."""
+KEY_ROLE_OPERATOR: KeyRole.ValueType  # 4
+"""Reads and changes them."""
+KEY_ROLE_AUDITOR: KeyRole.ValueType  # 5
+"""Reads everything, audit events, tenants, keys and usage too."""
+KEY_ROLE_TENANT_ADMIN: KeyRole.ValueType  # 6
+"""As a tenant's, and manages the keys of its tenant."""
 Global___KeyRole: _TypeAlias = KeyRole  # noqa: Y015
 
 class _RolloutStrategy:
@@ -546,6 +563,61 @@ class Tenant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
+
+@_typing.final
+class GetCallerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCallerRequest: _TypeAlias = GetCallerRequest  # noqa: Y015
+
+@_typing.final
+class GetCallerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    ISSUER_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The name of the key; of a token a name made of issuer and subject."""
+    role: Global___KeyRole.ValueType
+    tenant: _builtins.str
+    """Empty: a role without a tenant."""
+    subject: _builtins.str
+    """Of a token."""
+    issuer: _builtins.str
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When a token ends."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        role: Global___KeyRole.ValueType = ...,
+        tenant: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        issuer: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "issuer", b"issuer", "key", b"key", "role", b"role", "subject", b"subject", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCallerResponse: _TypeAlias = GetCallerResponse  # noqa: Y015
 
 @_typing.final
 class Key(_message.Message):

@@ -34,6 +34,11 @@ class ControlPlaneServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.GetCaller = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/GetCaller',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.GetCallerRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetCallerResponse.FromString,
+                _registered_method=True)
         self.CreateTenant = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateTenant',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateTenantRequest.SerializeToString,
@@ -303,6 +308,13 @@ class ControlPlaneServiceStub:
 
 class ControlPlaneServiceServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def GetCaller(self, request, context):
+        """Who the caller is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def CreateTenant(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -643,6 +655,11 @@ class ControlPlaneServiceServicer:
 
 def add_ControlPlaneServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetCaller': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCaller,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetCallerRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.GetCallerResponse.SerializeToString,
+            ),
             'CreateTenant': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateTenant,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.CreateTenantRequest.FromString,
@@ -918,6 +935,33 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ControlPlaneService:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def GetCaller(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/GetCaller',
+            fairway_dot_v1_dot_controlplane__pb2.GetCallerRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.GetCallerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def CreateTenant(request,

@@ -31,6 +31,8 @@ class ControlPlaneServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlPlaneServiceAsyncStub: ...
+    GetCaller: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetCallerRequest, _controlplane_pb2.GetCallerResponse]
+    """Who the caller is."""
     CreateTenant: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateTenantRequest, _controlplane_pb2.CreateTenantResponse]
     GetTenant: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetTenantRequest, _controlplane_pb2.GetTenantResponse]
     ListTenants: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListTenantsRequest, _controlplane_pb2.ListTenantsResponse]
@@ -107,6 +109,8 @@ class ControlPlaneServiceStub:
 @_typing.type_check_only
 class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetCaller: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetCallerRequest, _controlplane_pb2.GetCallerResponse]  # type: ignore[assignment]
+    """Who the caller is."""
     CreateTenant: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateTenantRequest, _controlplane_pb2.CreateTenantResponse]  # type: ignore[assignment]
     GetTenant: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetTenantRequest, _controlplane_pb2.GetTenantResponse]  # type: ignore[assignment]
     ListTenants: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListTenantsRequest, _controlplane_pb2.ListTenantsResponse]  # type: ignore[assignment]
@@ -181,6 +185,14 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """What is there now, then every change. Resumable from the last revision seen."""
 
 class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def GetCaller(
+        self,
+        request: _controlplane_pb2.GetCallerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.GetCallerResponse, _abc.Awaitable[_controlplane_pb2.GetCallerResponse]]:
+        """Who the caller is."""
+
     @_abc_1.abstractmethod
     def CreateTenant(
         self,

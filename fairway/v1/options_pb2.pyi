@@ -30,24 +30,30 @@ class _AccessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Access.ValueTy
     ACCESS_PUBLIC: _Access.ValueType  # 1
     """Anyone, without credentials."""
     ACCESS_TENANT: _Access.ValueType  # 2
-    """A tenant's API key."""
     ACCESS_ADMIN: _Access.ValueType  # 3
-    """An operator's admin key."""
     ACCESS_INTERNAL: _Access.ValueType  # 4
     """Another service of this installation."""
+    ACCESS_VIEWER: _Access.ValueType  # 5
+    ACCESS_OPERATOR: _Access.ValueType  # 6
+    ACCESS_AUDITOR: _Access.ValueType  # 7
+    ACCESS_TENANT_ADMIN: _Access.ValueType  # 8
 
 class Access(_Access, metaclass=_AccessEnumTypeWrapper):
-    """Who may call a method. A method without a rule is refused at start-up."""
+    """Who may call a method: each role is listed, none includes another. A method without a rule is refused at
+    start-up. Roles are those of KeyRole.
+    """
 
 ACCESS_UNSPECIFIED: Access.ValueType  # 0
 ACCESS_PUBLIC: Access.ValueType  # 1
 """Anyone, without credentials."""
 ACCESS_TENANT: Access.ValueType  # 2
-"""A tenant's API key."""
 ACCESS_ADMIN: Access.ValueType  # 3
-"""An operator's admin key."""
 ACCESS_INTERNAL: Access.ValueType  # 4
 """Another service of this installation."""
+ACCESS_VIEWER: Access.ValueType  # 5
+ACCESS_OPERATOR: Access.ValueType  # 6
+ACCESS_AUDITOR: Access.ValueType  # 7
+ACCESS_TENANT_ADMIN: Access.ValueType  # 8
 Global___Access: _TypeAlias = Access  # noqa: Y015
 
 @_typing.final

@@ -12,6 +12,7 @@ import structlog
 
 from fairway.log_stream import LogStream
 from services.adapters.etcd.store import EtcdStore
+from services.adapters.oidc import ProviderTokens, read_provider
 from services.adapters.threads import in_thread
 from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
@@ -96,8 +97,17 @@ class Environment:
         return found
 
     def identity(self) -> KeyDirectory:
-        """Return the authentication of callers: a view of the keys and tenants."""
-        return KeyDirectory(self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant), self.clock)
+        """Return the authentication of callers: a view of the keys and tenants, and the provider's tokens.
+
+        Raises ConfigError for a provider that is described wrongly.
+        """
+        keys, tenants = self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant)
+        if self.settings.oidc_file is None:
+            return KeyDirectory(keys, tenants, self.clock)
+        tokens = ProviderTokens(read_provider(self.settings.oidc_file), self.clock)
+        self.supervisor.spawn("issuer keys", tokens.run())
+        self.health.add([Check("issuer_keys", tokens.problem, withdraws=False)])
+        return KeyDirectory(keys, tenants, self.clock, verify_token=tokens.verify)
 
     def server(self, *services: RpcService, identity: KeyDirectory | None = None) -> RpcServer:
         """Return the role's gRPC server, not started. Without ``identity`` it accepts no API key."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -41,7 +41,7 @@ from services.controlplane.watcher import (
     View,
     watch_resources,
 )
-from services.core.errors import InvalidInput, Unimplemented
+from services.core.errors import InvalidInput, PermissionDenied, Unimplemented
 from services.core.generation import Principal
 from services.core.paging import page_of
 from services.core.records import Budget, Objective
@@ -50,7 +50,8 @@ from services.ports.store import Store
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert import controlplane as convert
 from services.rpc.convert.inference import seconds_of, timestamp
-from services.rpc.interceptors.access import caller, principal
+from services.rpc.interceptors.access import caller, may_call
+from services.runtime.identity import caller_tenant, principal
 from services.runtime.ids import request_id_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,6 +68,13 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
+# The method that reads a kind; the others are the fleet's, which whoever may watch may read.
+_READ_BY: Final = {
+    pb.RESOURCE_KIND_TENANT: "ListTenants",
+    pb.RESOURCE_KIND_KEY: "ListKeys",
+    pb.RESOURCE_KIND_BUDGET: "ListBudgets",
+}
+_METHODS: Final = pb.DESCRIPTOR.services_by_name["ControlPlaneService"].methods_by_name
 _input: Final = Mirror(
     Quarantined,
     pb.QuarantinedInput,
@@ -101,6 +109,9 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._usage = usage
         self._slis = slis
         self._require_current = require_current
+
+    async def GetCaller(self, request: pb.GetCallerRequest, context: Context) -> pb.GetCallerResponse:
+        return convert.CALLER.to_proto(principal())
 
     async def CreateTenant(
         self, request: pb.CreateTenantRequest, context: Context
@@ -456,10 +467,15 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         )
 
     async def ListUsage(self, request: pb.ListUsageRequest, context: Context) -> pb.ListUsageResponse:
+        if tenant := caller_tenant():
+            if request.tenant not in ("", tenant):
+                return pb.ListUsageResponse()  # as of a tenant that does not exist
+            request.tenant = tenant
         return await self._usage.page(request, forwarded=not caller())
 
     async def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsResponse:
-        wanted = Filter(convert.event_kinds(request.kinds), request.resource)
+        kinds = _readable(request.kinds, convert.KINDS.values())
+        wanted = Filter(convert.event_kinds(kinds), request.resource)
         page, token = await page_of_events(
             self._store, wanted, size=request.page_size, token=request.page_token
         )
@@ -470,7 +486,8 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def WatchEvents(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
-        wanted = Filter(convert.event_kinds(request.kinds), request.resource)
+        kinds = _readable(request.kinds, convert.KINDS.values())
+        wanted = Filter(convert.event_kinds(kinds), request.resource)
         batches = watch_events(
             self._store, wanted, newest=request.newest, after_revision=request.after_revision
         )
@@ -484,11 +501,11 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
     ) -> None:
-        """Without kinds, the watch covers every kind that can be watched."""
+        """Without kinds, the watch covers every kind that can be watched and that the caller may read."""
         for kind in request.kinds:
             if kind not in _WATCHED:
                 raise InvalidInput(f"{pb.ResourceKind.Name(kind)} cannot be watched", field="kinds")
-        kinds = {one for kind in request.kinds or _WATCHED for one in _WATCHED[kind]}
+        kinds = {one for kind in _readable(request.kinds, _WATCHED) for one in _WATCHED[kind]}
         batches = watch_resources(self._store, kinds, request.after_revision)
         with BoundedWrites(context, _UNREAD_S) as stream:
             async with aclosing(batches):
@@ -522,3 +539,16 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         for objective in await self._service.objectives.views(objectives):
             views[ResourceKind.OBJECTIVE, objective.stored.record.meta.name] = objective
         return [replace(one, view=views.get((one.kind, one.name), one.view)) for one in changes]
+
+
+def _readable(
+    asked: Sequence[pb.ResourceKind.ValueType], every: Iterable[pb.ResourceKind.ValueType]
+) -> list[pb.ResourceKind.ValueType]:
+    """Return the kinds asked for, or those of all that the caller may read. Raises PermissionDenied."""
+    who = principal()
+    hidden = {kind for kind, method in _READ_BY.items() if not may_call(who, _METHODS[method])}
+    for kind in hidden.intersection(asked):
+        raise PermissionDenied(
+            f"the role {who.role} may not read {pb.ResourceKind.Name(kind)}", role=who.role
+        )
+    return list(asked) or [kind for kind in every if kind not in hidden]

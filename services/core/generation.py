@@ -49,19 +49,31 @@ class NotAdmittedReason(StrEnum):
     INVALID = "invalid"
 
 
+TOKEN_KEY: Final = "token:"  # no name of a key has a colon
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The authenticated caller: a tenant's or an operator's key. Empty ``models``: every model of the tenant.
+    """The authenticated caller, by a key or by an issuer's token."""
 
-    ``secret_hash`` belongs to the secret that was presented; a stream ends when the grace period of that
-    secret ends.
-    """
-
+    # Name of the key; for a token, ``TOKEN_KEY`` and its subject.
     key_id: str
     role: KeyRole
     tenant_id: str = ""
+    # Empty: every model of the tenant.
     models: tuple[str, ...] = ()
+    # Hash of the presented secret; a stream ends when the grace period of that secret ends.
     secret_hash: str = field(default="", repr=False, compare=False)
+    # Who the token was issued to; empty for a key.
+    subject: str = ""
+    issuer: str = ""
+    # End of the token; 0: of no token, or of work that outlives it.
+    expire_unix_s: float = 0.0
+
+    @property
+    def of_token(self) -> bool:
+        """Whether it has no stored key."""
+        return self.key_id.startswith(TOKEN_KEY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Amounts are whole requests, slots, tokens or micro-dollars (millionths of the cu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -117,6 +117,11 @@ class UsageLimits:
     max_context_tokens: int = 0  # prompt and most output of one request
     max_output_tokens: int = 0  # most output of one choice
     max_timeout_s: float = 0.0
+
+    def within(self, other: UsageLimits) -> bool:
+        """Return whether no limit permits more than the same one of ``other``."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(not most or 0 < mine <= most for mine, most in pairs)
 
 
 def share_of(bound: int) -> int:

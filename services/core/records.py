@@ -81,8 +81,19 @@ _RANKS: Final = {Priority.BATCH: 1, Priority.STANDARD: 2, Priority.INTERACTIVE: 
 
 
 class KeyRole(StrEnum):
+    """The role of a key or a token. The (access) options in the protos list the methods of each."""
+
     TENANT = "tenant"
     ADMIN = "admin"
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    AUDITOR = "auditor"
+    TENANT_ADMIN = "tenant-admin"
+
+    @property
+    def of_tenant(self) -> bool:
+        """Whether it is bound to a tenant: it runs models, and what it reads and changes is the tenant's."""
+        return self in (KeyRole.TENANT, KeyRole.TENANT_ADMIN)
 
 
 class VersionState(StrEnum):

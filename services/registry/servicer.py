@@ -15,7 +15,7 @@ from services.core.errors import InvalidInput
 from services.registry.service import RegistryService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.convert.registry import manifest_from_proto, version_to_proto
-from services.rpc.interceptors.access import principal
+from services.runtime.identity import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -74,6 +74,8 @@ class Settings(BaseModel):
     record_keys_file: Path = Path(".fairway/secrets/record_keys")
     # File with the first operator's key, fw_admin_ and 64 hex digits.
     admin_key_file: Path | None = None
+    # File that describes an OpenID provider whose tokens are accepted beside API keys.
+    oidc_file: Path | None = None
     # Address of the registry.
     registry: Address = "127.0.0.1:9091"
     # Store of chunks: `folder` (in the state folder) or s3://BUCKET/PREFIX.

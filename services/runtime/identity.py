@@ -1,45 +1,95 @@
-"""Authentication and authorization of callers.
+"""Authentication and authorization of callers, by API keys and by tokens of an OpenID provider.
 
 A key is found by its public name and verified by the sha256 of its secret: one hash and two look-ups in the
 local copy of the fleet state. So there is no cache that an unauthenticated caller could fill. Until the
 secret is verified, every rejection has the same text and cost, whether the key exists or not. After that the
 caller owns the key, so the rejection can state its reason.
+
+What does not begin as a key does is a token where the installation has a provider. The caller of a token has
+no record: its role and tenant are claims, and its tenant's limits apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
 from services.core.errors import FairwayError, ModelNotFound, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
-from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Tenant
+from services.core.records import KEYS, TENANTS, ApiKey, Meta, Tenant
 from services.ports.clock import Clock
 from services.runtime import secrets
 from services.runtime.fleet_state.informer import RecordView
 
-MAX_HEADER_CHARS: Final = 512
+MAX_TOKEN_CHARS: Final = 8192
+MAX_HEADER_CHARS: Final = MAX_TOKEN_CHARS + 64
+_KEY_BEGINS: Final = "fw_"
 _MAX_COMPARED: Final = 64  # names, about a millisecond
 # The hash for names that do not exist; no secret has it.
 _NO_HASH: Final = "0" * 64
+_principal: ContextVar[Principal] = ContextVar("principal")
+
+
+def act_for(who: Principal) -> None:
+    """Make ``who`` the caller of what runs in this task from now on."""
+    _principal.set(who)
+
+
+def principal() -> Principal:
+    """Return the caller of the RPC that runs in this task. Raises Unauthenticated outside of one."""
+    found = _principal.get(None)
+    if found is None:
+        raise Unauthenticated("no API key was given")
+    return found
+
+
+def caller_tenant() -> str:
+    """Return the tenant that bounds what this task may read and change; empty: nothing does."""
+    found = _principal.get(None)
+    return "" if found is None else found.tenant_id
 
 
 class KeyDirectory:
     """API keys and tenants of the fleet."""
 
-    def __init__(self, keys: RecordView[ApiKey], tenants: RecordView[Tenant], clock: Clock) -> None:
+    def __init__(
+        self,
+        keys: RecordView[ApiKey],
+        tenants: RecordView[Tenant],
+        clock: Clock,
+        *,
+        verify_token: Callable[[str], Principal] | None = None,
+    ) -> None:
+        """``verify_token`` returns a token's caller or raises as ``authenticate``; None: all are refused."""
         self._keys = keys
         self._tenants = tenants
         self._clock = clock
+        self._verify_token = verify_token
 
     def authenticate(self, credentials: str | None) -> Principal:
-        """Return the owner of the key in an ``authorization`` header, or of the bare key.
+        """Return the owner of the key or token in an ``authorization`` header, or of the bare one.
 
-        Raises Unauthenticated. Its text describes the expected credential and nothing sent or stored.
+        Raises Unauthenticated. Its text describes the expected credential and nothing sent or stored. For a
+        token it raises PermissionDenied where no role is its owner's, and Unavailable while the provider's
+        keys are being read.
         """
-        name, secret = _split(credentials)
+        text = _bare(credentials)
+        if self._verify_token is None or text.startswith(_KEY_BEGINS):
+            return self._owner(text)
+        found = self._verify_token(text)
+        if found.role.of_tenant:
+            self.tenant(found.tenant_id)
+        return found
+
+    def _owner(self, text: str) -> Principal:
+        """Return the owner of a key. Raises Unauthenticated."""
+        try:
+            name, secret = secrets.parse_key(text)
+        except FairwayError:
+            raise Unauthenticated("the API key is not valid") from None
         held = self._keys.view.get(KEYS + name)
         key = held.record if held is not None else None
         now_s = self._clock.unix_s()
@@ -51,7 +101,7 @@ class KeyDirectory:
             raise Unauthenticated("the API key is not valid")
         shown = key.secret_hash if current else key.previous_secret_hash
         _require_in_time(key, shown, now_s)
-        if key.role is KeyRole.TENANT:
+        if key.role.of_tenant:
             self.tenant(key.tenant)
         return Principal(name, key.role, key.tenant, key.models, shown)
 
@@ -64,19 +114,29 @@ class KeyDirectory:
         return self.tenant(principal.tenant_id)
 
     def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
-        """Return the tenant and the key of a caller authenticated earlier. Raises as ``still_valid``."""
+        """Return the tenant and the key of a caller authenticated earlier. Raises as ``still_valid``.
+
+        A token has no stored key: the one returned has no limits of its own.
+        """
         tenant = self.still_valid(principal)
+        if principal.of_token:
+            return tenant, ApiKey(Meta(principal.key_id), principal.role, "", principal.tenant_id)
         return tenant, self._keys.view[KEYS + principal.key_id].record
 
     def require_current(self, principal: Principal) -> None:
-        """Return if the key with which a stream was opened is still valid.
+        """Return if the key or token with which a stream was opened is still valid.
 
         Raises Unauthenticated when it was deleted or expired, or when the grace period of a rotated secret
         ended.
         """
+        if principal.of_token:
+            if 0 < principal.expire_unix_s <= self._clock.unix_s():
+                raise Unauthenticated("the token has expired: log in again")
+            return
         held = self._keys.view.get(KEYS + principal.key_id)
         key = held.record if held is not None else None
-        if key is None or (key.role, key.tenant) != (principal.role, principal.tenant_id):
+        # What outlives its request, such as a batch, has the tenant of the key and not its exact role.
+        if key is None or (key.role.of_tenant, key.tenant) != (principal.role.of_tenant, principal.tenant_id):
             raise Unauthenticated("the API key is not valid any more")
         _require_in_time(key, principal.secret_hash or key.secret_hash, self._clock.unix_s())
 
@@ -84,7 +144,7 @@ class KeyDirectory:
         """Return a tenant that may use the platform. Raises Unauthenticated for any other."""
         held = self._tenants.view.get(TENANTS + tenant_id) if tenant_id else None
         if held is None or held.record.disabled:
-            raise Unauthenticated("the tenant of this API key is not active")
+            raise Unauthenticated("the tenant of this caller is not active")
         return held.record
 
     def may_use(self, principal: Principal, model: str) -> bool:
@@ -110,10 +170,18 @@ class KeyDirectory:
         Raises PermissionDenied for a key that belongs to no tenant. A model that the key does not permit gets
         the same ModelNotFound as one that does not exist.
         """
-        if principal.role is not KeyRole.TENANT:
-            raise PermissionDenied("models are run with a tenant's API key", role=principal.role)
+        require_tenant(principal)
         if not self.may_use(principal, model):
             raise self.not_found(principal, requested_name or model, names())
+
+
+def require_tenant(principal: Principal) -> None:
+    """Return if the caller may run models. Raises PermissionDenied for a role without a tenant."""
+    if not principal.role.of_tenant:
+        raise PermissionDenied(
+            f"models are run with a tenant's API key or token, not with the role {principal.role}",
+            role=principal.role,
+        )
 
 
 def _require_in_time(key: ApiKey, shown_hash: str, now_s: float) -> None:
@@ -138,8 +206,8 @@ def model_not_found(model: str, usable: Iterable[str] = ()) -> ModelNotFound:
     return ModelNotFound(text, model=shown, field="model")
 
 
-def _split(credentials: str | None) -> tuple[str, str]:
-    """Return name and secret of a key. Raises Unauthenticated."""
+def _bare(credentials: str | None) -> str:
+    """Return the key or token. Raises Unauthenticated."""
     if not credentials:
         raise Unauthenticated("no API key was given: send `authorization: Bearer <key>`")
     if len(credentials) > MAX_HEADER_CHARS:
@@ -147,7 +215,4 @@ def _split(credentials: str | None) -> tuple[str, str]:
     scheme, separator, rest = credentials.strip().partition(" ")
     if separator and scheme.lower() != "bearer":
         raise Unauthenticated("the authorization scheme must be Bearer")
-    try:
-        return secrets.parse_key(rest.strip() if separator else scheme)
-    except FairwayError:
-        raise Unauthenticated("the API key is not valid") from None
+    return rest.strip() if separator else scheme

@@ -18,6 +18,7 @@ from fairway.cli.flags import (
     NameArgument,
     OutputOption,
     PriorityName,
+    RoleName,
     YesOption,
     key_values,
     money,
@@ -25,7 +26,7 @@ from fairway.cli.flags import (
     replace_labels,
     span_s,
 )
-from fairway.cli.terminal.cells import age, enum_name, labels, limit, moment, priority, show_money
+from fairway.cli.terminal.cells import age, labels, limit, moment, priority, role_name, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm, err, out, plain
@@ -287,7 +288,7 @@ def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:
     return change
 
 
-keys = typer.Typer(help="API keys of tenants and of operators.", no_args_is_help=True)
+keys = typer.Typer(help="API keys of tenants and of the installation's people.", no_args_is_help=True)
 
 ModelsOption = Annotated[
     list[str] | None,
@@ -319,7 +320,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
     "key",
     (
         Column("name", lambda key: key.metadata.name),
-        Column("role", lambda key: enum_name(cp.KeyRole.Name, key.role, "KEY_ROLE_")),
+        Column("role", lambda key: role_name(key.role)),
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
@@ -341,7 +342,8 @@ add_show(keys, KEYS, about="Show a key, without its secret.")
     examples=(
         "fairway keys create ci --tenant acme --expires 90d",
         "fairway keys create kiosk --tenant acme --model fairway-tiny --requests-per-minute 60",
-        "fairway keys create ops-anna --admin",
+        "fairway keys create acme.lead --tenant acme --role tenant-admin",
+        "fairway keys create ops-anna --role operator",
         "export FAIRWAY_API_KEY=$(fairway keys create laptop)",
     ),
     groups=(LIMITS,),
@@ -352,9 +354,9 @@ async def create_key(
     tenant: Annotated[
         str, typer.Option("--tenant", help="Tenant of the key.", autocompletion=completion.tenants)
     ] = "default",
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Create an operator's key, without a tenant.")
-    ] = False,
+    role: Annotated[
+        RoleName, typer.Option("--role", help="What the key may do; only the last two have a tenant.")
+    ] = RoleName.TENANT,
     model: ModelsOption = None,
     expires: ExpiresOption = None,
     label: LabelOption = None,
@@ -365,8 +367,8 @@ async def create_key(
     """Create a key and print its secret. The secret is shown only once."""
     wanted = cp.Key(
         metadata=cp.Metadata(name=name, labels=key_values(label, flag="--label")),
-        role=cp.KEY_ROLE_ADMIN if admin else cp.KEY_ROLE_TENANT,
-        tenant="" if admin else tenant,
+        role=role.proto,
+        tenant=tenant if role.of_tenant else "",
         models=model or (),
     )
     if expires is not None:

@@ -78,6 +78,11 @@ def show_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def role_name(number: int) -> str:
+    """Return the role of a key as `--role` names it."""
+    return enum_name(cp.KeyRole.Name, number, "KEY_ROLE_").replace("_", "-")
+
+
 def enum_name(name_of: Callable[[Any], str], number: int, prefix: str) -> str:
     """Return the name of an enum's value without its prefix, in lower case; "" when it is unspecified."""
     try:

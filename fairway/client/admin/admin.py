@@ -30,6 +30,7 @@ from fairway.client.errors import from_rpc
 from fairway.client.guard import Guard
 from fairway.client.publish.publish import Base, Kind, Published, PublishProgress, publish
 from fairway.client.values import ClientOptions
+from fairway.login import Bearer
 from fairway.v1 import (
     common_pb2,
     controlplane_pb2,
@@ -421,7 +422,7 @@ class AdminClient:
         self,
         control_planes: str | Sequence[str] = (),
         *,
-        admin_key: str,
+        admin_key: str = "",
         registry: str | Sequence[str] = (),
         options: ClientOptions = ADMIN_OPTIONS,
         credentials: grpc.ChannelCredentials | None = None,
@@ -430,10 +431,10 @@ class AdminClient:
         """Addresses are host:port. Without ``control_planes`` only ``models`` can be used; without
         ``registry`` only the rest. ``credentials``: for TLS; without it the key is sent in clear text.
 
-        Opens no connection yet. Raises ValueError for no address, a duplicate, or an empty key.
+        Without ``admin_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
+        ValueError for no address, a duplicate, or without key and login.
         """
-        if not admin_key:
-            raise ValueError("admin_key is empty")
+        Bearer(admin_key, "admin_key")
         self._control_planes = _listed(control_planes)
         self._registries = _listed(registry)
         if not self._control_planes and not self._registries:
@@ -479,6 +480,13 @@ class AdminClient:
             for service in (self._opened.control, self._opened.registry):
                 if service is not None:
                     await service.core.pool.close()
+
+    async def caller(self, *, timeout_s: float | None = None) -> controlplane_pb2.GetCallerResponse:
+        """Return who the control plane takes this client for."""
+        found: controlplane_pb2.GetCallerResponse = await self._control().call(
+            "GetCaller", timeout_s=timeout_s
+        )
+        return found
 
     @property
     def tenants(self) -> Tenants:

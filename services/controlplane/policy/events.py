@@ -207,7 +207,7 @@ def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[FleetEvent
 
 
 def _owner(key: ApiKey) -> str:
-    return f"key of tenant {key.tenant}" if key.tenant else "admin key"
+    return f"{key.role} key of tenant {key.tenant}" if key.tenant else f"{key.role} key"
 
 
 def _budget(before: Budget | None, after: Budget | None) -> Iterator[FleetEvent]:

@@ -19,6 +19,7 @@ from services.core.errors import (
     IntegrityError,
     InvalidInput,
     ModelNotFound,
+    PermissionDenied,
     StoreUnavailable,
     Unauthenticated,
 )
@@ -41,6 +42,7 @@ from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
 from services.runtime.idempotent_writes import WriteRequest, WriteSet
+from services.runtime.identity import caller_tenant, principal
 
 log = structlog.get_logger()
 
@@ -178,15 +180,21 @@ class Accounts:
         """Return a new key and its text; only the text's hash is stored.
 
         The text is stored sealed for the ten minutes of a request id, so that a repeated request returns it
-        again.
+        again. The admin of a tenant creates keys that begin with the tenant's name and a dot, so that it can
+        neither find nor occupy names of others.
         """
-        name = key.meta.name
+        name, tenant = key.meta.name, caller_tenant()
         request = self._keys.request("create", _bare(key), request_id)
         if (found := await self._keys.replayed(request)) is not None:
             return self._unsealed(found, request)
         if key.expire_unix_s and key.expire_unix_s <= self._clock.unix_s():
             raise InvalidInput("expire_time is in the past", field="key.expire_time")
+        if tenant and not name.startswith(f"{tenant}."):
+            raise InvalidInput(
+                f"name it {tenant}.NAME: names of keys are shared by all tenants", field="key.metadata.name"
+            )
         together = await self._owner_of(key)
+        _require_within(key, await self._ceiling())
         await self._require_deployed(key.models, field="key.models")
         secret = self._new_secret()
         text, hashed = secrets.new_key(name, secret)
@@ -215,20 +223,23 @@ class Accounts:
     async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
         """Replace a key's models, expiry, limits and labels. Rejects changes of its role, tenant or secret.
 
-        Raises ModelNotFound for a model that is new and not deployed.
+        Raises ModelNotFound for a model that is new and not deployed, PermissionDenied beyond the ceiling.
         """
+        ceiling = await self._ceiling()
 
         def changed(key: ApiKey) -> ApiKey:
             if wanted.role is not key.role or wanted.tenant != key.tenant:
                 raise InvalidInput("the role and the tenant of a key never change", field="key.role")
-            if key.role is KeyRole.ADMIN:
-                _require_bare_admin(wanted)
+            if not key.role.of_tenant:
+                _require_bare(wanted)
             meta = replace(key.meta, labels=wanted.meta.labels)
             changed = replace(key, meta=meta, models=wanted.models, expire_unix_s=wanted.expire_unix_s)
-            return replace(changed, limits=wanted.limits)
+            changed = replace(changed, limits=wanted.limits)
+            _require_within(changed, ceiling)
+            return changed
 
         request = self._keys.request("update", wanted, request_id, etag=etag)
-        if wanted.role is KeyRole.TENANT and await self._keys.replayed(request) is None:
+        if wanted.role.of_tenant and await self._keys.replayed(request) is None:
             had = (await self._keys.get(wanted.meta.name)).record.models
             added = [model for model in wanted.models if model not in had]
             await self._require_deployed(added, field="key.models")
@@ -242,13 +253,15 @@ class Accounts:
         """Return the key with a new text; the old text stays valid for ``grace_s`` more seconds.
 
         A repeated request id returns the same text without another rotation, so a retry does not shorten the
-        old text's grace. Without an id each call rotates.
+        old text's grace. Without an id each call rotates. Raises PermissionDenied beyond the ceiling.
         """
+        ceiling = await self._ceiling()
         request = self._keys.request("rotate", (name, grace_s), request_id, etag=etag)
         secret = self._new_secret()
         text, hashed = secrets.new_key(name, secret)
 
         def rotated(key: ApiKey) -> ApiKey:
+            _require_within(key, ceiling)
             return replace(
                 key,
                 secret_hash=hashed,
@@ -263,6 +276,18 @@ class Accounts:
             return self._unsealed(stored, request)
         log.info("key.rotated", key=name, grace_s=grace_s)
         return stored, text
+
+    async def _ceiling(self) -> ApiKey | None:
+        """Return the most that a key may be which the caller creates, changes or rotates; None: anything.
+
+        The admin of a tenant hands out what its own key may do.
+        """
+        if not caller_tenant():
+            return None
+        who = principal()
+        if who.of_token:
+            return ApiKey(Meta(who.key_id), who.role, "", who.tenant_id)
+        return (await self._keys.get(who.key_id)).record
 
     async def _require_deployed(self, models: Iterable[str], *, field: str) -> None:
         """Raises ModelNotFound for the first name without a deployment: most often it is misspelt."""
@@ -287,11 +312,11 @@ class Accounts:
 
     async def _owner_of(self, key: ApiKey) -> WriteSet:
         """The condition that ties a key to its tenant: it exists, and its deletion detects the key."""
-        if key.role is KeyRole.ADMIN:
-            _require_bare_admin(key)
+        if not key.role.of_tenant:
+            _require_bare(key)
             return WriteSet()
         if not key.tenant:
-            raise InvalidInput("a tenant key needs its tenant", field="key.tenant")
+            raise InvalidInput(f"a {key.role} key needs its tenant", field="key.tenant")
         return await tenant_exists(self._store, key.tenant, user=key.meta.name)
 
 
@@ -300,7 +325,7 @@ async def tenant_exists(store: Store, tenant: str, *, user: str) -> WriteSet:
     detects the user. Raises FailedPrecondition.
     """
     entry = await store.get(TENANTS + tenant)
-    if entry is None:
+    if entry is None or caller_tenant() not in ("", tenant):
         raise FailedPrecondition(f"there is no tenant {tenant}", tenant=tenant)
     return WriteSet(
         conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
@@ -308,14 +333,33 @@ async def tenant_exists(store: Store, tenant: str, *, user: str) -> WriteSet:
     )
 
 
-def _require_bare_admin(key: ApiKey) -> None:
-    """Raises InvalidInput for an operator's key with what only a tenant's key has."""
-    if key.tenant:
-        raise InvalidInput("an admin key has no tenant", field="key.tenant")
-    if key.models:
-        raise InvalidInput("an admin key has no models", field="key.models")
-    if key.limits != UsageLimits():
-        raise InvalidInput("an admin key has no limits", field="key.limits")
+def _require_bare(key: ApiKey) -> None:
+    """Raises InvalidInput for a key of the installation with what only a tenant's key has."""
+    for field, present in (
+        ("tenant", key.tenant),
+        ("models", key.models),
+        ("limits", key.limits != UsageLimits()),
+    ):
+        if present:
+            raise InvalidInput(f"a key of the role {key.role} has no {field}", field=f"key.{field}")
+
+
+def _require_within(key: ApiKey, ceiling: ApiKey | None) -> None:
+    """Raises PermissionDenied for a key that may do more than ``ceiling``, where there is one."""
+    if ceiling is None:
+        return
+    ends_in_time = not ceiling.expire_unix_s or 0 < key.expire_unix_s <= ceiling.expire_unix_s
+    for field, within in (
+        ("role", key.role.of_tenant),
+        ("models", not ceiling.models or (key.models and {*key.models} <= {*ceiling.models})),
+        ("expire_time", ends_in_time),
+        ("limits", key.limits.within(ceiling.limits)),
+    ):
+        if not within:
+            raise PermissionDenied(
+                f"the key would have more than your own: lower its {field}, or let an admin do it",
+                field=f"key.{field}",
+            )
 
 
 def _require_consistent(tenant: Tenant) -> None:
@@ -352,7 +396,7 @@ async def bootstrap(store: Store, clock: Clock, admin_key_file: Path) -> str:
 
     The file holds ``fw_<name>_<secret>`` and is authoritative: it replaces another secret under that name.
     Raises FailedPrecondition for a file that is missing, readable by others or without a key, and when the
-    name is a tenant's key.
+    name is a key of another role.
     """
     name, secret = _read(admin_key_file)
     hashed = secrets.secret_hash(secret)
@@ -364,7 +408,9 @@ async def bootstrap(store: Store, clock: Clock, admin_key_file: Path) -> str:
         else:
             old = load(entry.value, ApiKey)
             if old.role is not KeyRole.ADMIN:
-                raise FailedPrecondition(f"key {name} in {admin_key_file.name} is a tenant's key", name=name)
+                raise FailedPrecondition(
+                    f"key {name} in {admin_key_file.name} is a key of the role {old.role}", name=name
+                )
             if old.secret_hash == hashed and not old.expire_unix_s:
                 return name
             meta = replace(old.meta, update_unix_s=now_s)

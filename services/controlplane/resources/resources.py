@@ -2,6 +2,9 @@
 
 An etag is the store's mod_revision. Every write is conditional on what was read, so that no operator
 overwrites another's change unseen. ``runtime/idempotent_writes.py`` documents request ids.
+
+Every read and write passes the scope of its caller: for one that is bound to a tenant, records of others and
+of the installation do not exist, and its request ids are its tenant's own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from services.core.records import ApiKey, Budget, Deployment, Objective, Tenant,
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
+from services.runtime.identity import caller_tenant
 
 _TRIES: Final = 5
 
@@ -56,6 +60,8 @@ class Resources(Generic[R]):
 
     def request(self, verb: str, content: object, request_id: str, *, etag: str = "") -> WriteRequest:
         """Return a request of this kind; ``content`` is the caller's input, without generated values."""
+        if request_id and (tenant := caller_tenant()):
+            request_id = f"{tenant}/{request_id}"
         return WriteRequest(self._noun, request_id, fingerprint_of(verb, dump(content), etag))
 
     async def replayed(self, request: WriteRequest) -> Stored[R] | None:
@@ -80,6 +86,8 @@ class Resources(Generic[R]):
     ) -> Stored[R]:
         """Store a new record. Raises AlreadyExists, Conflict for a request id used with other content."""
         name, key = record.meta.name, self.key(record.meta.name)
+        if not _in_scope(record):
+            raise self.not_found(name)
         if (found := await self.replayed(request)) is not None:
             return found
         now_s = self._clock.unix_s()
@@ -100,24 +108,25 @@ class Resources(Generic[R]):
     async def get(self, name: str) -> Stored[R]:
         """Return a record. Raises NotFound."""
         entry = await self._store.get(self.key(name))
-        if entry is None:
+        found = None if entry is None else self.stored(entry)
+        if found is None or not _in_scope(found.record):
             raise self.not_found(name)
-        return self.stored(entry)
+        return found
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[R], ...], str]:
         """Return a page sorted by name, and the next page's token."""
         return page_of(await self.all(), lambda found: found.record.meta.name, size=size, token=token)
 
     async def all(self) -> tuple[Stored[R], ...]:
-        """Return every readable record, sorted by name."""
+        """Return every readable record in scope, sorted by name."""
         return self.by_name((await self._store.list(self._prefix)).entries)
 
     def by_name(self, entries: Iterable[Entry]) -> tuple[Stored[R], ...]:
-        """Return the readable entries, sorted by name."""
+        """Return the readable entries in scope, sorted by name."""
         found = [
             Stored(record, entry.create_revision, entry.mod_revision)
             for entry in entries
-            if (record := readable(entry, self._kind)) is not None
+            if (record := readable(entry, self._kind)) is not None and _in_scope(record)
         ]
         return tuple(sorted(found, key=lambda stored: stored.record.meta.name))
 
@@ -179,6 +188,20 @@ class Resources(Generic[R]):
 
     def _require_etag(self, stored: Stored[R], etag: str) -> None:
         require_etag(f"{self._noun} {stored.record.meta.name}", stored.mod_revision, etag)
+
+
+def _in_scope(record: Tenant | ApiKey | Deployment | Budget | Objective | Rollout) -> bool:
+    """Return whether the record exists for the caller of this task."""
+    tenant = caller_tenant()
+    if not tenant:
+        return True
+    match record:
+        case Tenant():
+            return record.meta.name == tenant
+        case ApiKey() | Budget():
+            return record.tenant == tenant
+        case _:
+            return False
 
 
 def require_etag(what: str, mod_revision: int, etag: str) -> None:

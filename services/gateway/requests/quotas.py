@@ -35,8 +35,12 @@ class RequestQuotas:
         self._payers: dict[str, Payer] = {}  # without an end user, by key; as their records were
 
     def payer(self, principal: Principal, user: str) -> Payer:
-        """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now."""
+        """Return whose limits and budgets apply. Raises Unauthenticated for a key that is not valid now.
+
+        The end user of a token is its owner, whatever ``user`` the request names.
+        """
         tenant, key = self._identity.tenant_and_key(principal)
+        user = principal.key_id if principal.of_token else user
         budgets = self._ports.budgets_of(tenant.meta.name)
         if user:
             return Payer(tenant, key, user, budgets)

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import controlplane_pb2 as pb
 from services.core.errors import InvalidInput
+from services.core.generation import Principal
 from services.core.limits import Price, UsageLimits
 from services.core.records import (
     ApiKey,
@@ -46,7 +47,7 @@ _KINDS_BACK: Final = {number: kind for kind, number in KINDS.items()}
 
 def _role(number: int) -> KeyRole:
     if number not in _ROLE_OF:
-        raise InvalidInput("a key needs a role: tenant or admin", field="key.role")
+        raise InvalidInput(f"a key needs a role: {', '.join(KeyRole)}", field="key.role")
     return _ROLE_OF[number]
 
 
@@ -83,6 +84,17 @@ KEY: Final = Mirror(
         "limits": _LIMITS.one("limits", unset=True),
     },
     apart=("secret_hash", "previous_secret_hash", "previous_expire_unix_s"),
+)
+CALLER: Final = Mirror(
+    Principal,
+    pb.GetCallerResponse,
+    {
+        "key_id": Pair("key"),
+        "role": Pair("role", _ROLES.__getitem__, _role),
+        "tenant_id": Pair("tenant"),
+        "expire_unix_s": Pair("expire_time", timestamp, seconds_of, unset=True),
+    },
+    apart=("models", "secret_hash"),
 )
 DEPLOYMENT: Final = Mirror(
     Deployment,

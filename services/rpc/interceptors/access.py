@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, Final
 
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from fairway.v1 import options_pb2
 from services.core.errors import (
@@ -23,6 +23,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections, UnauthenticatedCalls
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.runtime.identity import act_for
 from services.runtime.process.tenant_turns import run_as
 
 Authenticate = Callable[[str | None], Principal]
@@ -38,25 +39,18 @@ _PUBLIC_STREAMS: Final = (
 MAX_CALLS_OF_CALLER: Final = 4096
 MAX_CALLS: Final = 16_384
 
-_ROLE_ACCESS: Final = {
-    KeyRole.TENANT: options_pb2.ACCESS_TENANT,
-    KeyRole.ADMIN: options_pb2.ACCESS_ADMIN,
-}
-_principal: ContextVar[Principal] = ContextVar("principal")
+_ROLE_ACCESS: Final = {role: options_pb2.Access.Value(f"ACCESS_{role.name}") for role in KeyRole}
 _caller: ContextVar[str | None] = ContextVar("caller", default=None)
-
-
-def principal() -> Principal:
-    """Return the caller of the RPC that runs in this task. Raises Unauthenticated outside of one."""
-    found = _principal.get(None)
-    if found is None:
-        raise Unauthenticated("no API key was given")
-    return found
 
 
 def caller() -> str | None:
     """Return the key of the limits for the RPC of this task: "" for a service, None without credentials."""
     return _caller.get()
+
+
+def may_call(who: Principal, method: MethodDescriptor) -> bool:
+    """Return whether the access rule of a method has the caller's role."""
+    return _ROLE_ACCESS[who.role] in method.GetOptions().Extensions[options_pb2.access]
 
 
 def access_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[int]]:
@@ -138,7 +132,7 @@ class AccessControl(AroundInterceptor):
             raise Unavailable(text, retry_after_s=1.0)
         self._running[name] = mine + 1
         self._all += 1
-        _principal.set(who)
+        act_for(who)
         run_as(name)
         try:
             return await call()
@@ -151,7 +145,7 @@ class AccessControl(AroundInterceptor):
     def _identify(self, token: str | None, allowed: frozenset[int]) -> Principal | None:
         """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied."""
         if token is None:
-            raise Unauthenticated("send the API key as metadata `authorization: Bearer <key>`")
+            raise Unauthenticated("send the API key or token as metadata `authorization: Bearer <key>`")
         if hmac.compare_digest(token.encode(), self._internal):
             if options_pb2.ACCESS_INTERNAL not in allowed:
                 raise PermissionDenied("the internal token does not open this method")
@@ -160,7 +154,7 @@ class AccessControl(AroundInterceptor):
             raise PermissionDenied("this service is internal: no API key opens it")
         who = self._authenticate(token)
         if _ROLE_ACCESS[who.role] not in allowed:
-            raise PermissionDenied(f"a key of role {who.role} does not open this method", role=who.role)
+            raise PermissionDenied(f"the role {who.role} may not call this method", role=who.role)
         return who
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
 
 import pytest_asyncio
 
@@ -13,15 +16,28 @@ from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated
 from services.core.generation import Principal
-from services.core.records import Tag, VersionRecord, dump, tag_key, version_key
+from services.core.records import (
+    KEYS,
+    TENANTS,
+    ApiKey,
+    KeyRole,
+    Tag,
+    Tenant,
+    VersionRecord,
+    dump,
+    load,
+    tag_key,
+    version_key,
+)
 from services.ports.store import Put
 from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, RpcService
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.identity import KeyDirectory
 from simulator.stores.limiter import MemoryLimiter
-from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
-from tests.support.registry import TOKEN, authenticate
+from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, ScriptedUsage, TurnedClock
+from tests.support.registry import TOKEN
 from tests.support.slis import NoSlis
-from tests.support.usage_ledgers import NoUsage
 
 
 @pytest_asyncio.fixture
@@ -33,11 +49,24 @@ async def plane() -> AsyncIterator[Plane]:
         await store.commit([Put(version_key("tiny", digest), dump(record))])
     await store.commit([Put(tag_key("tiny", "prod"), dump(Tag("tiny", "prod", DIGEST)))])
     revoked: set[str] = set()
-    limiter = MemoryLimiter(clock)
+    limiter, usage = MemoryLimiter(clock), ScriptedUsage()
 
     def require_current(who: Principal) -> None:
         if who.key_id in revoked:
             raise Unauthenticated("the API key is not valid any more")
+
+    def view(prefix: str, kind: type[Any]) -> Informer[Any]:
+        return Informer(store, prefix, lambda entry: load(entry.value, kind), clock, rng=Random(0))
+
+    views = view(KEYS, ApiKey), view(TENANTS, Tenant)
+    directory = KeyDirectory(*views, clock)
+    following = [asyncio.create_task(each.run()) for each in views]
+
+    def authenticate(credentials: str | None) -> Principal:
+        """Take the key "admin" and the keys that a test created."""
+        if credentials == "admin":
+            return Principal("admin", KeyRole.ADMIN)
+        return directory.authenticate(credentials)
 
     queues = GrpcQueues(SchedulerDirectory(store, clock), TOKEN, clock, timeout_s=0.2)
     server = RpcServer(
@@ -49,7 +78,7 @@ async def plane() -> AsyncIterator[Plane]:
                     ControlPlaneService(store, clock, SEALER, limiter),
                     store,
                     queues,
-                    NoUsage(),
+                    usage,
                     NoSlis(),
                     require_current=require_current,
                 ),
@@ -62,6 +91,9 @@ async def plane() -> AsyncIterator[Plane]:
     )
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
-    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel), revoked, limiter)
+    yield Plane(store, clock, controlplane_pb2_grpc.ControlPlaneServiceStub(channel), revoked, limiter, usage)
     await channel.close()
     await server.stop(0)
+    for task in following:
+        task.cancel()
+    await asyncio.wait(following)

@@ -39,6 +39,17 @@ class TurnedClock(SystemClock):
         return super().monotonic_s() + self.ahead_s
 
 
+class ScriptedUsage:
+    """Lists one record of the tenant asked for, and notes it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse:
+        self.asked.append(request.tenant)
+        return pb.ListUsageResponse(records=[pb.UsageRecord(tenant=request.tenant)])
+
+
 @dataclass
 class Plane:
     store: MemoryStore
@@ -46,10 +57,11 @@ class Plane:
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
     revoked: set[str]
     limiter: MemoryLimiter
+    usage: ScriptedUsage
 
-    async def call(self, method: str, request: object) -> object:
+    async def call(self, method: str, request: object, *, key: str = "admin") -> object:
         try:
-            return await getattr(self.stub, method)(request, metadata=ADMIN, timeout=10)
+            return await getattr(self.stub, method)(request, metadata=auth_metadata(key), timeout=10)
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc) from exc
 

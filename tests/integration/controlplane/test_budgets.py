@@ -286,7 +286,7 @@ async def test_limits_of_tenant_key_and_users_are_stored(plane: Plane) -> None:
     assert entry is not None
     record = load(entry.value, Tenant)
     assert record.limits == record.user_limits == (await plane.stored_key("ci")).limits == stored
-    with pytest.raises(InvalidInput, match="admin key has no limits"):
+    with pytest.raises(InvalidInput, match="role admin has no limits"):
         await plane.key("ops", limits=limits)
 
 

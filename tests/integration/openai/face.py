@@ -336,7 +336,11 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 @asynccontextmanager
 async def serving(
-    limits: HttpLimits | None = None, *, cors_origins: Sequence[str] = (), **changes: Any
+    limits: HttpLimits | None = None,
+    *,
+    cors_origins: Sequence[str] = (),
+    identity: KeyDirectory | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
     async with memory_responses(SystemClock()) as responses:
@@ -344,7 +348,7 @@ async def serving(
             service,
             NoRows(),
             memory_batches(),
-            directory(),
+            identity or directory(),
             SystemClock(),
             Ids(),
             responses,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
 
 import pytest
 from starlette.routing import Route, WebSocketRoute
 
 from services.gateway.faces.openai.exchange import Access
 from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, STREAM, Face, serving
+from tests.support.credentials import Credentials
+from tests.support.oidc_provider import oidc_provider
+from tests.support.waiting import until
 
 
 def routes(face: Face) -> list[tuple[str, str]]:
@@ -23,19 +27,49 @@ def routes(face: Face) -> list[tuple[str, str]]:
     return found
 
 
-async def test_every_route_has_a_rule_and_keeps_it(face: Face) -> None:
+@pytest.fixture
+async def guarded() -> AsyncIterator[tuple[Face, Credentials]]:
+    """The face with credentials of every kind."""
+    with oidc_provider() as provider:
+        credentials = Credentials(provider)
+        reading = asyncio.create_task(credentials.tokens.run())
+        await until(lambda: not credentials.tokens.problem())
+        async with serving(identity=credentials.directory) as face:
+            yield face, credentials
+        reading.cancel()
+        await asyncio.wait({reading})
+
+
+async def test_every_route_has_a_rule_and_keeps_it(guarded: tuple[Face, Credentials]) -> None:
+    face, credentials = guarded
     rules = {(e.method, e.path): e.access for e in face.app.state.endpoints}
     assert {pair for pair in routes(face) if pair[0] != "HEAD"} == set(rules)
     public = {path for (_, path), access in rules.items() if access is Access.PUBLIC}
     assert public == {"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}
+    refused: dict[str | None, int] = {None: 401, **dict.fromkeys(credentials.bad.values(), 401)}
+    refused |= dict.fromkeys(credentials.without_role.values(), 403)
+    refused |= {text: 403 for text, role in credentials.good.values() if not role.of_tenant}
     for (method, path), access in rules.items():
         target = path.replace("{model:path}", "m")
-        for key, status in ((None, 401), (KEY[:-1] + "x", 401), (ADMIN_KEY, 403)):
+        for key, status in refused.items():
             answer = await face.ask(method, target, CHAT if method == "POST" else None, key=key)
-            assert answer.status == (200 if access is Access.PUBLIC else status), (method, path)
+            assert answer.status == (200 if access is Access.PUBLIC else status), (method, path, key)
             if answer.status == 401:
                 assert answer.headers["www-authenticate"] == "Bearer"
-    assert face.service.calls == []
+        assert face.service.calls == []
+        for text in (text for text, role in credentials.good.values() if role.of_tenant):
+            answer = await face.ask(method, target, CHAT if method == "POST" else None, key=text)
+            assert answer.status not in (401, 403), (method, path)
+        face.service.calls.clear()
+
+
+async def test_a_token_of_a_newer_key_is_asked_for_again(guarded: tuple[Face, Credentials]) -> None:
+    face, credentials = guarded
+    credentials.provider.rotate()
+    token = credentials.provider.token(groups=["tenants"], tenant="acme")
+    answer = await face.ask("GET", "/v1/models", key=token)
+    assert (answer.status, answer.error["code"]) == (503, "unavailable")
+    assert 1 <= int(answer.headers["retry-after"]) <= 11
 
 
 @pytest.mark.parametrize(

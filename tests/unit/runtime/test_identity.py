@@ -9,6 +9,7 @@ import pytest
 
 from services.core.errors import ModelNotFound, PermissionDenied, Unauthenticated
 from services.core.generation import Principal
+from services.core.limits import UsageLimits
 from services.core.records import KEYS, TENANTS, ApiKey, KeyRole, Meta, Tenant
 from services.runtime import secrets
 from services.runtime.fleet_state.informer import Versioned
@@ -197,3 +198,68 @@ def test_a_deleted_key_opens_nothing_on_an_open_stream() -> None:
     principal = Principal("gone", KeyRole.TENANT, "acme")
     with pytest.raises(Unauthenticated):
         directory().still_valid(principal)
+
+
+def of_token(role: KeyRole = KeyRole.TENANT, **fields: Any) -> Principal:
+    tenant = "acme" if role.of_tenant else ""
+    return Principal("token:ann", role, tenant, subject="ann", issuer="https://id.example.com", **fields)
+
+
+def tokens_of(found: Principal, *, disabled: bool = False) -> KeyDirectory:
+    key = ApiKey(Meta("alpha"), KeyRole.TENANT, HASH, tenant="acme")
+    tenants = {TENANTS + "acme": Tenant(Meta("acme"), disabled=disabled)}
+
+    def verify(text: str) -> Principal:
+        if text != "valid.to.ken":
+            raise Unauthenticated("no")
+        return found
+
+    return KeyDirectory(View({KEYS + "alpha": key}), View(tenants), Wall(), verify_token=verify)
+
+
+def test_a_token_and_a_key_open_beside_each_other() -> None:
+    found = of_token()
+    held = tokens_of(found)
+    assert held.authenticate("Bearer valid.to.ken") is found
+    assert held.authenticate(f"Bearer {TEXT}").key_id == "alpha"
+    for text in (
+        "Bearer other.to.ken",
+        f"Bearer {OTHER_TEXT}",
+        f"Bearer {TEXT}.a.b",
+        "Bearer fw_valid.to.ken",
+    ):
+        with pytest.raises(Unauthenticated):
+            held.authenticate(text)
+    with pytest.raises(Unauthenticated):  # without a provider there are no tokens
+        directory().authenticate("Bearer valid.to.ken")
+
+
+@pytest.mark.parametrize("role", KeyRole)
+def test_only_roles_of_tenants_run_models(role: KeyRole) -> None:
+    found = of_token(role)
+    held = tokens_of(found)
+    assert held.authenticate("valid.to.ken") is found
+    if role.of_tenant:
+        held.authorise_model(found, "any")
+        tenant, key = held.tenant_and_key(found)
+        assert (tenant.meta.name, key.meta.name, key.limits) == ("acme", "token:ann", UsageLimits())
+    else:
+        with pytest.raises(PermissionDenied, match=role):
+            held.authorise_model(found, "any")
+
+
+def test_a_token_needs_its_tenant_and_ends_at_its_time() -> None:
+    with pytest.raises(Unauthenticated, match="not active"):
+        tokens_of(of_token(), disabled=True).authenticate("valid.to.ken")
+    with pytest.raises(Unauthenticated, match="not active"):
+        tokens_of(of_token(), disabled=True).still_valid(of_token())
+    tokens_of(of_token()).require_current(of_token(expire_unix_s=NOW_S + 1))
+    tokens_of(of_token()).require_current(of_token())  # of work that outlives its token
+    with pytest.raises(Unauthenticated, match="log in again"):
+        tokens_of(of_token()).require_current(of_token(expire_unix_s=NOW_S))
+
+
+def test_a_batch_of_a_tenants_admin_goes_on_as_its_tenants() -> None:
+    held = directory(role=KeyRole.TENANT_ADMIN)
+    assert held.authenticate(TEXT).role is KeyRole.TENANT_ADMIN
+    held.still_valid(Principal("alpha", KeyRole.TENANT, "acme"))

@@ -25,8 +25,8 @@ from services.gateway.faces.grpc.session import MuxedSession
 from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
-from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
+from services.runtime.identity import principal
 from services.runtime.process.tenant_turns import LoopTurns
 
 Context = grpc.aio.ServicerContext[Any, Any]

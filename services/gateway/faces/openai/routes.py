@@ -21,9 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
-from services.core.errors import FairwayError, InternalError, PermissionDenied
+from services.core.errors import FairwayError, InternalError
 from services.core.generation import Principal
-from services.core.records import KeyRole
 from services.gateway.batches.service import BatchService
 from services.gateway.events import Received
 from services.gateway.faces.batches.routes import BatchesFace
@@ -85,7 +84,7 @@ from services.gateway.faces.transport.event_stream import (
 from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
-from services.runtime.identity import model_not_found
+from services.runtime.identity import model_not_found, require_tenant
 from services.runtime.process.product import product_version
 from services.runtime.process.tenant_turns import LoopTurns, run_as
 
@@ -453,8 +452,7 @@ class _Guard:
 def tenant_caller(identity: Authenticator, credentials: str | None) -> Principal:
     """Return the tenant's principal. Raises Unauthenticated, PermissionDenied."""
     principal = identity.authenticate(credentials)
-    if principal.role is not KeyRole.TENANT:
-        raise PermissionDenied("this needs a tenant's API key", role=principal.role)
+    require_tenant(principal)
     return principal
 
 

@@ -46,8 +46,8 @@ from services.gateway.faces.predict.codecs import (
 from services.gateway.rows.service import RowsService
 from services.rpc import bounds
 from services.rpc.bounded_writes import BoundedWrites
-from services.rpc.interceptors.access import principal
 from services.rpc.interceptors.arrival import many_requests
+from services.runtime.identity import principal
 
 _encode: Final = msgspec.json.Encoder().encode
 _HEAD_LENGTH: Final = b"inference-header-content-length"

@@ -165,11 +165,15 @@ class Gateway:
         self.requests += 1
         return Received(CLOCK.monotonic_s(), 1, f"req_{self.requests}")
 
-    async def ask(self, prompt: str = "hi", tenant: str = "acme", **fields: Any) -> Any:
+    async def ask(
+        self, prompt: str = "hi", tenant: str = "acme", *, caller: Principal | None = None, **fields: Any
+    ) -> Any:
         generation = inference_pb2.Generation(
             **{"model": "chat-small", "prompt": prompt, "max_output_tokens": 2, **fields}
         )
-        return await self.service.complete(who(tenant), generation, received=self.received(), timeout_s=20.0)
+        return await self.service.complete(
+            caller or who(tenant), generation, received=self.received(), timeout_s=20.0
+        )
 
     async def count(self, prompt: str = "hi", tenant: str = "acme") -> int:
         request = inference_pb2.CountTokensRequest(model="chat-small", prompt=prompt)

@@ -20,6 +20,7 @@ from services.core.errors import (
     TokenRateExceeded,
     UsageUnrecorded,
 )
+from services.core.generation import Principal
 from services.core.limits import LimitKind, Price, UsageLimits
 from services.core.records import (
     BUDGETS,
@@ -88,6 +89,21 @@ async def test_each_end_user_has_limits_of_its_own(gateway: Metered) -> None:
     await gateway.ask(user="bob")
     for _ in range(3):
         await gateway.ask()
+
+
+async def test_the_end_user_of_a_token_is_its_owner(gateway: Metered) -> None:
+    gateway.limit(user_limits=UsageLimits(requests_per_minute=1))
+
+    def owner(name: str) -> Principal:
+        return Principal(
+            f"token:{name}", KeyRole.TENANT, "acme", subject=name, issuer="https://id.example.com"
+        )
+
+    await gateway.ask(caller=owner("ann"))
+    for user in ("", "ann", "bob"):  # another name in the request is no way around
+        with pytest.raises(RequestRateExceeded, match="user"):
+            await gateway.ask(caller=owner("ann"), user=user)
+    await gateway.ask(caller=owner("bob"), user="ann")
 
 
 async def test_slots_of_an_end_user_are_its_own(gateway: Metered) -> None:

@@ -1,0 +1,69 @@
+"""Which key a command uses: the given one, the local installation's for its own servers, else the login."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from fairway.cli import targets
+from fairway.cli.errors import CliError
+from fairway.cli.state import Endpoints, StateDir
+from fairway.cli.targets import Target
+from fairway.login import Login, login_file, save
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def installed(folder: Path) -> Path:
+    state = folder / ".fairway"
+    state.mkdir()
+    known = Endpoints("http://h", "g:1", "api", "admin", "m", registry="r:1", controlplane="c:1")
+    known.save(StateDir.at(state).endpoints)
+    return state
+
+
+def log_in(left_s: float = 600.0) -> None:
+    token = "https://id.example.com/token"
+    save(login_file(), Login("https://id.example.com", "cli", token, "to.ke.n", time.time() + left_s))
+
+
+def test_the_given_key_comes_first(tmp_path: Path) -> None:
+    log_in()
+    state = installed(tmp_path)
+    assert targets.controlplane("", "given", state) == Target("c:1", "given")
+    assert targets.controlplane("other:1", "given", state) == Target("other:1", "given")
+
+
+def test_an_installation_of_this_machine_keeps_its_keys(tmp_path: Path) -> None:
+    log_in()
+    state = installed(tmp_path)
+    assert targets.controlplane("", "", state) == Target("c:1", "admin")
+    assert targets.registry("", "", state) == Target("r:1", "admin")
+    assert targets.gateway("", "", state) == Target("g:1", "api")
+    assert targets.http_api("", "", state) == Target("http://h", "api")
+
+
+def test_another_server_gets_the_login_and_no_key_of_this_machine(tmp_path: Path) -> None:
+    log_in()
+    state = installed(tmp_path)
+    for find in (targets.controlplane, targets.registry, targets.gateway):
+        assert find("other:1", "", state) == Target("other:1", "")  # the client reads and renews it
+    assert targets.http_api("https://other", "", state) == Target("https://other", "to.ke.n")
+
+
+def test_without_key_and_login_there_is_nothing_to_present(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="no key") as caught:
+        targets.controlplane("other:1", "", tmp_path / "none")
+    assert "fairway login" in caught.value.next_step
+
+
+def test_a_login_that_ended_is_named(tmp_path: Path) -> None:
+    log_in(-1)
+    with pytest.raises(CliError, match="expired") as caught:
+        targets.http_api("https://other", "", tmp_path / "none")
+    assert caught.value.reason == "LOGIN_ENDED"
