@@ -80,7 +80,7 @@ async def nodes(supervisor: Supervisor, vllm_dir: Path) -> AsyncIterator[Nodes]:
 
 def runs(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
