@@ -17,9 +17,11 @@ from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.ledger import open_ledger
+from services.app.roles.ledger import open_ledger, open_tile_store
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
+from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit.sequencer import AuditSequencer
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -54,7 +56,8 @@ def controlplane(environment: Environment) -> Role:
     key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
-    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
+    audited, pending = environment.audited_store()
+    service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
@@ -65,12 +68,25 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
+    rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
+
+    tiles = open_tile_store(environment)
+    sequencer = AuditSequencer(
+        store,
+        tiles,
+        pending,
+        election,
+        key,
+        clock,
+        key_file=settings.audit_key_file,
+        checkpoint_file=settings.audit_checkpoint_file,
+        new_id=environment.ids.source_id,
+    )
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
         if settings.admin_key_file is not None:
-            await bootstrap(store, clock, settings.admin_key_file)
+            await bootstrap(audited, clock, settings.admin_key_file)
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
@@ -82,12 +98,21 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("store events", stores.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
+        environment.supervisor.spawn("audit log", sequencer.run())
 
     server = environment.server(
         RpcService(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store, queues, usage, sums, require_current=keys.require_current),
+            ControlPlaneServicer(
+                service,
+                store,
+                queues,
+                usage,
+                sums,
+                audit=AuditReader(audited, tiles),
+                require_current=keys.require_current,
+            ),
         ),
         RpcService(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
@@ -101,7 +126,8 @@ def controlplane(environment: Environment) -> Role:
         ),
         identity=keys,
     )
-    return Role(server, start=start, checks=_checks(rounds, ledger))
+    checks = (*_checks(rounds, ledger), Check("audit", sequencer.problem, withdraws=False))
+    return Role(server, start=start, checks=checks)
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

@@ -9,6 +9,7 @@ from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit.reader import AuditReader
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated
@@ -19,6 +20,7 @@ from services.rpc.channel import open_channel
 from services.rpc.server import RpcServer, RpcService
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, TurnedClock
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
 from tests.support.slis import NoSlis
 from tests.support.usage_ledgers import NoUsage
@@ -51,6 +53,7 @@ async def plane() -> AsyncIterator[Plane]:
                     queues,
                     NoUsage(),
                     NoSlis(),
+                    audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),
             )
