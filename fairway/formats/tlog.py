@@ -36,7 +36,7 @@ def leaf_hash(entry: bytes) -> bytes:
 
 
 def root_of(hashes: Sequence[bytes]) -> bytes:
-    """Return the hash of the tree over these subtrees, of which all but the last are full and equally large."""
+    """Return the hash of the tree over these subtrees; all but the last are full and equally large."""
     if len(hashes) == 1:
         return hashes[0]
     split = 1 << (len(hashes) - 1).bit_length() - 1
@@ -244,7 +244,7 @@ def verify_log(
     before = sorted((checkpoint_of(note, verifiers) for note in earlier), key=lambda one: one.size)
     if before and before[-1].size > checkpoint.size:
         raise LogDamaged(
-            f"the log has {checkpoint.size} entries, an earlier checkpoint {before[-1].size}: its tail was cut"
+            f"the log has {checkpoint.size} entries, an earlier checkpoint {before[-1].size}: its end was cut"
         )
     frontier = Frontier()
     while frontier.size < checkpoint.size:

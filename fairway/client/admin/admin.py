@@ -340,7 +340,7 @@ class AuditLog:
         limit: int | None = None,
         timeout_s: float | None = None,
     ) -> Sequence[cp.AuditEvent]:
-        """Return the entries, newest first, or ``limit`` of them. ``action``: a method, without its service."""
+        """Return the entries, newest first, or ``limit`` of them. ``action``: a method or a route."""
         return await self._service.pages(
             "ListAuditEvents",
             "events",
