@@ -138,7 +138,7 @@ def bundle_of(entries: Sequence[bytes]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TreeHead:
     """What a signed note states: a log's name, its size and the hash of its tree."""
 
     origin: str
@@ -156,7 +156,7 @@ def verifier_of(seed: bytes, origin: str) -> str:
     return f"{origin}+{_key_hash(origin, public).hex()}+{base64.b64encode(public).decode()}"
 
 
-def signed(checkpoint: Checkpoint, seeds: Sequence[bytes]) -> str:
+def signed(checkpoint: TreeHead, seeds: Sequence[bytes]) -> str:
     """Return the checkpoint as a note with a signature by each of these keys."""
     lines = []
     for seed in seeds:
@@ -167,15 +167,15 @@ def signed(checkpoint: Checkpoint, seeds: Sequence[bytes]) -> str:
     return f"{checkpoint.text}\n{''.join(lines)}"
 
 
-def stated(note: str) -> Checkpoint:
+def stated(note: str) -> TreeHead:
     """Return what a note states, whoever signed it. Raises LogDamaged."""
     found = _NOTE.fullmatch(note)
     if found is None:
         raise LogDamaged("the checkpoint is malformed")
-    return Checkpoint(found[1], int(found[2]), _decoded(found[3]))
+    return TreeHead(found[1], int(found[2]), _decoded(found[3]))
 
 
-def checkpoint_of(note: str, verifiers: Sequence[str]) -> Checkpoint:
+def checkpoint_of(note: str, verifiers: Sequence[str]) -> TreeHead:
     """Return what a note states, signed by one of these keys. Raises LogDamaged."""
     checkpoint = stated(note)
     for line in note.rpartition("\n\n")[2].splitlines():
@@ -195,7 +195,7 @@ def notes_of(text: str) -> list[str]:
     return found
 
 
-def _signs(verifier: str, name: str, signature: bytes, checkpoint: Checkpoint) -> bool:
+def _signs(verifier: str, name: str, signature: bytes, checkpoint: TreeHead) -> bool:
     origin, key_hash, key = parse_verifier(verifier)
     if origin != name or origin != checkpoint.origin or signature[:4] != key_hash:
         return False
@@ -233,7 +233,7 @@ def _decoded(text: str) -> bytes:
 
 def verify_log(
     read: Callable[[str], bytes | None], verifiers: Sequence[str], earlier: Sequence[str] = ()
-) -> Iterator[tuple[Checkpoint, list[bytes]]]:
+) -> Iterator[tuple[TreeHead, list[bytes]]]:
     """Yield the checkpoint with each bundle's entries; once exhausted, the whole log is what was signed.
 
     ``read`` returns an object of the log, None for a missing one. Every entry is in the tree of the
@@ -287,7 +287,7 @@ def _require_same(read: Callable[[str], bytes | None], name: str, data: bytes) -
         raise LogDamaged(f"{name} is {'missing' if found is None else 'not what its entries hash to'}")
 
 
-def _require_root(checkpoint: Checkpoint, root: bytes, which: str) -> None:
+def _require_root(checkpoint: TreeHead, root: bytes, which: str) -> None:
     if checkpoint.root != root:
         raise LogDamaged(
             f"the first {checkpoint.size} entries are not those that {which} of that size was signed for"

@@ -14,7 +14,7 @@ from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
-from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     budget_message,

@@ -37,16 +37,16 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """What happened. ``outcome`` is OK or an error's reason; ``count`` equal ones began at ``unix_s``."""
+    """What happened."""
 
-    unix_s: float
-    method: str
+    method: str  # Service/Method, or the method and path of a route
     actor: Actor
-    outcome: str = OK
     resource: str = ""
+    unix_s: float = 0.0  # the time of the first of ``count``
+    outcome: str = OK  # OK, or the reason of the error
     request_id: str = ""
     source: str = ""  # the role that recorded it
-    count: int = 1
+    count: int = 1  # how many equal ones it stands for
     revision: int = 0  # the store's revision that contains the change
 
     def bounded(self) -> AuditEntry:

@@ -2,7 +2,7 @@
 
 A change and its entry are one transaction: ``AuditedStore`` adds the entry to the first commit of the call
 that runs. Refusals and failed authentications have no commit: ``AuditRecorder`` writes them in the
-background. ``controlplane/audit/sequencer.py`` gives the entries their order.
+background. ``controlplane/audit_log.py`` gives the entries their order.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ MAX_UNSEQUENCED: Final = 64  # entries of one recorder without a place in the lo
 class AuditedCall:
     """A call of an authenticated caller. The task that runs it is its only writer."""
 
-    method: str
-    actor: Actor
-    request_id: str = ""
-    resource: str = ""
-    recorded: bool = False  # whether a commit of the call contains its entry
+    entry: AuditEntry
+    recorded: bool = False  # whether a commit of the call contains the entry
 
 
 _call: ContextVar[AuditedCall | None] = ContextVar("audited_call", default=None)
@@ -62,23 +59,20 @@ def audited_call() -> AuditedCall | None:
     return _call.get()
 
 
-def begin_call(call: AuditedCall) -> None:
+def begin_call(method: str, caller: Principal, address: str) -> None:
     """Make this the call of the present task, until the task ends."""
-    _call.set(call)
+    actor = Actor(caller.key_id, caller.role, caller.tenant_id, address=address)
+    _call.set(AuditedCall(AuditEntry(method, actor)))
 
 
 @contextmanager
 def deciding(method: str, resource: str) -> Iterator[None]:
     """Record the first commit inside as a decision of the platform."""
-    token = _call.set(AuditedCall(method, Actor(role=PLATFORM), resource=resource))
+    token = _call.set(AuditedCall(AuditEntry(method, Actor(role=PLATFORM), resource)))
     try:
         yield
     finally:
         _call.reset(token)
-
-
-def actor_of(principal: Principal, address: str) -> Actor:
-    return Actor(principal.key_id, principal.role, principal.tenant_id, address=address)
 
 
 class AuditedStore:
@@ -111,21 +105,14 @@ class AuditedStore:
         call = audited_call()
         if call is None or call.recorded:
             return await self._inner.commit(operations, conditions)
-        if (waiting := len(self._pending.view)) >= MAX_PENDING and call.actor.role != PLATFORM:
+        if (waiting := len(self._pending.view)) >= MAX_PENDING and call.entry.actor.role != PLATFORM:
             raise AuditBacklog(
                 f"{waiting} entries wait for their place in the audit log, the most that may: changes are "
                 "refused until the leading control plane writes it again; its /readyz names the problem",
                 retry_after_s=5.0,
                 waiting=waiting,
             )
-        entry = AuditEntry(
-            self._clock.unix_s(),
-            call.method,
-            call.actor,
-            resource=call.resource,
-            request_id=call.request_id,
-            source=self._source,
-        )
+        entry = replace(call.entry, unix_s=self._clock.unix_s(), source=self._source)
         put = Put(PENDING + self._new_id(), dump(entry.bounded()))
         done = await self._inner.commit([*operations, put], conditions)
         call.recorded = isinstance(done, Committed)
@@ -172,18 +159,14 @@ class AuditRecorder:
         """Calls that are not in the store yet."""
         return sum(entry.count for entry in self._waiting.values())
 
-    def add(
-        self, method: str, outcome: str, actor: Actor, *, resource: str = "", request_id: str = ""
-    ) -> None:
-        """Queue an entry. Returns at once."""
-        key: tuple[str, ...] = (outcome, method, actor.key, actor.address)
+    def add(self, entry: AuditEntry) -> None:
+        """Queue an entry, with the present time. Returns at once."""
+        key: tuple[str, ...] = (entry.outcome, entry.method, entry.actor.key, entry.actor.address)
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
-            key, method, actor, resource, request_id = (outcome,), "", Actor(), "", ""
+            key, entry = (entry.outcome,), AuditEntry("", Actor(), outcome=entry.outcome)
         held = self._waiting.get(key)
         if held is None:
-            entry = AuditEntry(
-                self._clock.unix_s(), method, actor, outcome, resource, request_id, self._source
-            )
+            entry = replace(entry, unix_s=self._clock.unix_s(), source=self._source)
             self._waiting[key] = entry.bounded()
         else:
             self._waiting[key] = replace(held, count=held.count + 1)

@@ -18,8 +18,8 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
-from services.controlplane.audit.reader import AuditReader
-from services.controlplane.audit.sequencer import AuditSequencer
+from services.controlplane.audit_log import AuditSequencer
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.resources.accounts import Sealer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer

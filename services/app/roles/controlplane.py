@@ -20,8 +20,8 @@ from services.app.process import Role
 from services.app.roles.ledger import open_ledger, open_tile_store
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
-from services.controlplane.audit.reader import AuditReader
-from services.controlplane.audit.sequencer import AuditSequencer
+from services.controlplane.audit_log import AuditSequencer
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
@@ -40,7 +40,9 @@ from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
 from services.rpc.server import RpcService
+from services.runtime.audit import AuditedStore
 from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
 from services.runtime.process.health import Check
 
 
@@ -56,7 +58,7 @@ def controlplane(environment: Environment) -> Role:
     key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
-    audited, pending = environment.audited_store()
+    audited, reader, sequencer = _open_audit(environment, election)
     service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
@@ -69,19 +71,6 @@ def controlplane(environment: Environment) -> Role:
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
-
-    tiles = open_tile_store(environment)
-    sequencer = AuditSequencer(
-        store,
-        tiles,
-        pending,
-        election,
-        key,
-        clock,
-        key_file=settings.audit_key_file,
-        checkpoint_file=settings.audit_checkpoint_file,
-        new_id=environment.ids.source_id,
-    )
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -110,7 +99,7 @@ def controlplane(environment: Environment) -> Role:
                 queues,
                 usage,
                 sums,
-                audit=AuditReader(audited, tiles),
+                audit=reader,
                 require_current=keys.require_current,
             ),
         ),
@@ -126,8 +115,26 @@ def controlplane(environment: Environment) -> Role:
         ),
         identity=keys,
     )
-    checks = (*_checks(rounds, ledger), Check("audit", sequencer.problem, withdraws=False))
-    return Role(server, start=start, checks=checks)
+    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _open_audit(
+    environment: Environment, election: Election
+) -> tuple[AuditedStore, AuditReader, AuditSequencer]:
+    settings, tiles = environment.settings, open_tile_store(environment)
+    audited, pending = environment.audited_store()
+    sequencer = AuditSequencer(
+        environment.store,
+        tiles,
+        pending,
+        election,
+        leader_key("controlplane"),
+        environment.clock,
+        key_file=settings.audit_key_file,
+        checkpoint_file=settings.audit_checkpoint_file,
+        new_id=environment.ids.source_id,
+    )
+    return audited, AuditReader(audited, tiles), sequencer
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:
@@ -144,5 +151,9 @@ def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:
     return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
 
-def _checks(rounds: ReconcilerTelemetry, ledger: UsageLedger) -> tuple[Check, ...]:
-    return Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)
+def _checks(rounds: ReconcilerTelemetry, ledger: UsageLedger, audit: AuditSequencer) -> tuple[Check, ...]:
+    return (
+        Check("rounds", rounds.problem),
+        Check("usage", ledger.problem, withdraws=False),
+        Check("audit", audit.problem, withdraws=False),
+    )

@@ -23,7 +23,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections, UnauthenticatedCalls, source_of
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
-from services.runtime.audit import AuditedCall, actor_of, begin_call
+from services.runtime.audit import begin_call
 from services.runtime.process.tenant_turns import run_as
 
 Authenticate = Callable[[str | None], Principal]
@@ -161,7 +161,7 @@ class AccessControl(AroundInterceptor):
         if self._authenticate is None:
             raise PermissionDenied("this service is internal: no API key opens it")
         who = self._authenticate(token)
-        begin_call(AuditedCall(short_method(method), actor_of(who, peer_address(context.peer()))))
+        begin_call(short_method(method), who, peer_address(context.peer()))
         if _ROLE_ACCESS[who.role] not in allowed:
             raise PermissionDenied(f"a key of role {who.role} does not open this method", role=who.role)
         return who

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from fairway.v1 import options_pb2
-from services.core.audit import Actor
+from services.core.audit import Actor, AuditEntry
 from services.core.errors import FairwayError, InternalError, PermissionDenied, Unauthenticated
 from services.rpc.interceptors.access import bearer_token, peer_address, short_method
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
@@ -37,14 +38,15 @@ def note_request(message: Message) -> None:
     call = audited_call()
     if call is None:
         return
-    call.request_id = getattr(message, "request_id", "") or call.request_id
     metadata = [
         value.metadata
         for field, value in message.ListFields()
         if field.message_type is not None and "metadata" in field.message_type.fields_by_name
     ]
     texts = [*(each.name for each in metadata), *(getattr(message, name, "") for name in _NAMES)]
-    call.resource = "/".join(filter(None, texts))
+    call.entry = replace(
+        call.entry, resource="/".join(filter(None, texts)), request_id=getattr(message, "request_id", "")
+    )
 
 
 class AuditRefusals(AroundInterceptor):
@@ -68,12 +70,9 @@ class AuditRefusals(AroundInterceptor):
             raise
 
     def _add(self, method: str, reason: str, context: Context) -> None:
-        found = audited_call()
-        if found is None:
-            claimed = claimed_key(bearer_token(context.invocation_metadata()))
-            actor = Actor(key=claimed, address=peer_address(context.peer()))
-            self._recorder.add(short_method(method), reason, actor)
+        if (found := audited_call()) is not None:
+            entry = found.entry
         else:
-            self._recorder.add(
-                found.method, reason, found.actor, resource=found.resource, request_id=found.request_id
-            )
+            claimed = claimed_key(bearer_token(context.invocation_metadata()))
+            entry = AuditEntry(short_method(method), Actor(claimed, address=peer_address(context.peer())))
+        self._recorder.add(replace(entry, outcome=reason))

@@ -17,7 +17,7 @@ from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.resources.accounts import Sealer

@@ -23,13 +23,14 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.ledger_stores import AUDIT, FolderLedger
-from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.resources.accounts import Sealer
 from services.controlplane.service import ControlPlaneService
-from services.core.audit import PENDING, Actor
+from services.core.audit import PENDING
+from services.core.generation import Principal
 from services.core.records import TENANTS, KeyRole, Meta, Tenant
 from services.rpc.channel import auth_metadata, open_channel
-from services.runtime.audit import AuditedCall, AuditedStore, begin_call
+from services.runtime.audit import AuditedStore, begin_call
 from services.runtime.clock import SystemClock
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.audited_plane import (
@@ -151,7 +152,7 @@ async def test_what_an_entry_adds_to_a_change(own_etcd: Any) -> None:
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(1500):
         for which in (0, 1) if number % 2 else (1, 0):
-            begin_call(AuditedCall("ControlPlaneService/CreateTenant", Actor("root", KeyRole.ADMIN)))
+            begin_call("ControlPlaneService/CreateTenant", Principal("root", KeyRole.ADMIN), "127.0.0.1")
             began = time.perf_counter()
             await services[which].accounts.create_tenant(Tenant(Meta(f"t{number}-{which}")))
             times[which].append(1000 * (time.perf_counter() - began))

@@ -17,7 +17,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.quarantine import StoreQuarantine
-from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.accounts import Sealer
 from services.controlplane.resources.budgets import Budgets

@@ -14,7 +14,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.grpc.leader_calls import GrpcQueues, GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
-from services.controlplane.audit.reader import AuditReader
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer

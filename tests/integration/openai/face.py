@@ -25,6 +25,7 @@ from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
 from services.runtime import secrets
+from services.runtime.audit import AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
@@ -336,7 +337,11 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 
 @asynccontextmanager
 async def serving(
-    limits: HttpLimits | None = None, *, cors_origins: Sequence[str] = (), **changes: Any
+    limits: HttpLimits | None = None,
+    *,
+    cors_origins: Sequence[str] = (),
+    audit: AuditRecorder | None = None,
+    **changes: Any,
 ) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
     async with memory_responses(SystemClock()) as responses:
@@ -352,6 +357,7 @@ async def serving(
             limits=limits or HttpLimits(MAX_BODY),
             not_ready=lambda: reasons[0] if reasons else "",
             cors_origins=cors_origins,
+            audit=audit,
         )
         server = HttpServer(app, "127.0.0.1", 0, **changes)
         await server.start()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairway.formats.tlog import (
-    Checkpoint,
     Frontier,
     LogDamaged,
+    TreeHead,
     bundle_of,
     entries_of,
     notes_of,
@@ -46,7 +46,7 @@ def written(sizes: Sequence[int]) -> tuple[Objects, list[str]]:
         full = frontier.extend([entry(at) for at in range(frontier.size, size)])
         for name, data in {**full, **frontier.partial()}.items():
             assert objects.setdefault(name, data) == data, f"{name} was written twice"
-        notes.append(signed(Checkpoint(ORIGIN, size, frontier.root()), [SEED]))
+        notes.append(signed(TreeHead(ORIGIN, size, frontier.root()), [SEED]))
     objects["checkpoint"] = notes[-1].encode()
     return objects, notes
 
@@ -122,13 +122,13 @@ def _cut_bundle(objects: Objects) -> None:
 def _forge(objects: Objects) -> None:
     other = Frontier()
     other.extend([b"forged"] * 550)
-    forged = Checkpoint(ORIGIN, 550, other.root())
+    forged = TreeHead(ORIGIN, 550, other.root())
     objects["checkpoint"] = signed(forged, [hashlib.sha256(b"another key").digest()]).encode()
 
 
 def _forge_root(objects: Objects) -> None:
     note = objects["checkpoint"].decode().split("\n")
-    note[2] = signed(Checkpoint(ORIGIN, 1, b"\1" * 32), [SEED]).split("\n")[2]
+    note[2] = signed(TreeHead(ORIGIN, 1, b"\1" * 32), [SEED]).split("\n")[2]
     objects["checkpoint"] = "\n".join(note).encode()
 
 
@@ -137,7 +137,7 @@ def _fork(objects: Objects) -> None:
     frontier = Frontier()
     full = frontier.extend([b"rewritten" if at == 3 else entry(at) for at in range(550)])
     objects.update({**full, **frontier.partial()})
-    objects["checkpoint"] = signed(Checkpoint(ORIGIN, 550, frontier.root()), [SEED]).encode()
+    objects["checkpoint"] = signed(TreeHead(ORIGIN, 550, frontier.root()), [SEED]).encode()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_two_keys_sign_and_either_verifies() -> None:
     objects, _ = written([3])
     new = hashlib.sha256(b"new key").digest()
     size, root = Client(objects.get, VERIFIER).open_note(objects["checkpoint"])
-    objects["checkpoint"] = signed(Checkpoint(ORIGIN, size, root), [new, SEED]).encode()
+    objects["checkpoint"] = signed(TreeHead(ORIGIN, size, root), [new, SEED]).encode()
     for verifier in (VERIFIER, verifier_of(new, ORIGIN)):
         assert len(Client(objects.get, verifier).check()) == 3
         assert len([*verify_log(objects.get, [verifier])]) == 1

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
-from services.core.audit import Actor
+from services.core.audit import Actor, AuditEntry
 from services.core.errors import FairwayError, InternalError, PermissionDenied
 from services.core.generation import Principal
 from services.core.records import KeyRole
@@ -472,8 +472,8 @@ class _Callers:
                 raise PermissionDenied("this needs a tenant's API key", role=principal.role)
         except FairwayError as error:
             if self.audit is not None:
-                actor = Actor(key=claimed_key(credentials), address=source_of(scope.get("client")))
-                self.audit.add(route, error.reason, actor)
+                actor = Actor(claimed_key(credentials), address=source_of(scope.get("client")))
+                self.audit.add(AuditEntry(route, actor, outcome=error.reason))
             raise
         return principal
 

@@ -21,9 +21,9 @@ import structlog
 
 from fairway.formats.tlog import (
     CHECKPOINT,
-    Checkpoint,
     Frontier,
     LogDamaged,
+    TreeHead,
     checkpoint_of,
     open_tiles,
     signed,
@@ -194,7 +194,7 @@ class AuditSequencer:
         self._taken |= {key for key, _ in taken}
 
     def _rotation(self, verifier: str) -> AuditEntry:
-        return AuditEntry(self._clock.unix_s(), _ADDED, Actor(role=PLATFORM), resource=verifier).bounded()
+        return AuditEntry(_ADDED, Actor(role=PLATFORM), verifier, self._clock.unix_s()).bounded()
 
     async def _write_batch(self, epoch: int, seeds: Sequence[bytes]) -> None:
         """Create the tiles of the batch, then advance the head over it."""
@@ -206,7 +206,7 @@ class AuditSequencer:
             created = name in known or await self._tiles.create(name, data)
             if not created and await self._tiles.read(name) != data:
                 raise LogDamaged(f"{name} exists with other bytes")
-        checkpoint = Checkpoint(self._head.origin, self._frontier.size, self._frontier.root())
+        checkpoint = TreeHead(self._head.origin, self._frontier.size, self._frontier.root())
         await self._commit(
             epoch,
             replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from fairway.formats.tlog import CHECKPOINT, WIDTH, LogDamaged, entries_of, tile_name
@@ -33,7 +32,8 @@ class AuditReader:
         """Return a page of entries, newest first. Raises InvalidInput, IntegrityError, StoreUnavailable."""
         before = _index_of(request.page_token)
         head = await self._read()
-        wanted, most = _Wanted.of(request), request.page_size or DEFAULT_PAGE
+        most = request.page_size or DEFAULT_PAGE
+        oldest_s = request.start_time.ToNanoseconds() / 1e9 - _SKEW_S
         at = head.size if before is None else min(before, head.size)
         found: list[pb.AuditEvent] = []
         for _ in range(MAX_BUNDLES):
@@ -43,9 +43,9 @@ class AuditReader:
             entries = [load(data, AuditEntry) for data in await self._entries(first, head.size)]
             while at > first and len(found) < most:
                 at -= 1
-                if wanted.takes(entries[at - first]):
+                if _takes(request, entries[at - first]):
                     found.append(_event(entries[at - first], index=at))
-            if all(entry.unix_s < wanted.start_s - _SKEW_S for entry in entries):
+            if all(entry.unix_s < oldest_s for entry in entries):
                 at = 0
         return pb.ListAuditEventsResponse(events=found, next_page_token=str(at) if at else "")
 
@@ -88,29 +88,15 @@ class AuditReader:
         return full[: 32 * width]
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a query selects; an empty text selects all."""
-
-    actor: str
-    action: str
-    resource: str
-    start_s: float
-    end_s: float
-
-    @classmethod
-    def of(cls, request: pb.ListAuditEventsRequest) -> _Wanted:
-        start_s = request.start_time.ToNanoseconds() / 1e9 if request.HasField("start_time") else 0.0
-        end_s = request.end_time.ToNanoseconds() / 1e9 if request.HasField("end_time") else float("inf")
-        return cls(request.actor, request.action, request.resource, start_s, end_s)
-
-    def takes(self, entry: AuditEntry) -> bool:
-        return (
-            self.start_s <= entry.unix_s < self.end_s
-            and self.actor in ("", entry.actor.key)
-            and self.action in ("", entry.method, entry.method.rpartition("/")[2])
-            and self.resource in ("", entry.resource)
-        )
+def _takes(request: pb.ListAuditEventsRequest, entry: AuditEntry) -> bool:
+    """Return whether the request selects the entry; what it leaves empty selects all."""
+    end_s = request.end_time.ToNanoseconds() / 1e9 if request.HasField("end_time") else float("inf")
+    return (
+        request.start_time.ToNanoseconds() / 1e9 <= entry.unix_s < end_s
+        and request.actor in ("", entry.actor.key)
+        and request.action in ("", entry.method, entry.method.rpartition("/")[2])
+        and request.resource in ("", entry.resource)
+    )
 
 
 _event: Final = Mirror(
