@@ -68,7 +68,7 @@ async def won(store: Store) -> int:
 
 
 def sequencer_of(
-    store: Store, tiles: TileStore, pending: Informer[AuditEntry], clock: Clock, folder: Path, **others: Any
+    store: Store, tiles: TileStore, pending: Any, clock: Clock, folder: Path, **others: Any
 ) -> AuditSequencer:
     found: dict[str, Any] = {
         "leadership": StaticElection(),

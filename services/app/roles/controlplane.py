@@ -87,7 +87,6 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("store events", stores.run())
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
-        environment.supervisor.spawn("audit log", sequencer.run())
 
     server = environment.server(
         RpcService(
@@ -134,6 +133,7 @@ def _open_audit(
         checkpoint_file=settings.audit_checkpoint_file,
         new_id=environment.ids.source_id,
     )
+    environment.supervisor.spawn("audit log", sequencer.run())
     return audited, AuditReader(audited, tiles), sequencer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import pytest_asyncio
 
 from fairway.formats.tlog import LogDamaged, TreeHead, signed, verify_log
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import registry_pb2 as rg
 from services.adapters.ledger_stores import AUDIT, FolderLedger
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit_log import AuditSequencer
+from services.controlplane.audit_reads import AuditReader
 from services.core.audit import MAX_ENTRY_BYTES, PENDING, Actor, AuditEntry
 from services.core.errors import (
     AuditBacklog,
@@ -24,10 +28,13 @@ from services.core.errors import (
     StoreUnavailable,
     Unauthenticated,
 )
-from services.core.records import TENANTS, dump
-from services.ports.store import Committed, Put
+from services.core.manifest import sha256_of
+from services.core.records import TENANTS, VersionRecord, dump, version_key
+from services.ports.store import Committed, ModRevisionIs, Put
+from services.rpc.channel import auth_metadata
 from services.runtime.audit import MAX_PENDING, MAX_UNSEQUENCED, AuditRecorder, deciding
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.informer import Versioned
 from tests.support.audited_plane import (
     KEY,
     SECRET,
@@ -36,11 +43,15 @@ from tests.support.audited_plane import (
     AuditedPlane,
     audited_plane,
     caught_up,
+    exported,
     sequencer_of,
+    verified,
     won,
 )
 from tests.support.election import StaticElection
+from tests.support.memory_blobs import MemoryBlobs
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.registry import served
 
 CLOCK = SystemClock()
 
@@ -440,3 +451,50 @@ async def test_a_folder_holds_the_log_as_any_static_server_serves_it(tmp_path: P
         "tile/0/000.p/4",
         "tile/entries/000.p/4",
     }
+
+
+async def test_entries_that_a_lagging_view_still_has_are_not_taken_twice(tmp_path: Path) -> None:
+    store, tiles = MemoryStore(CLOCK), MemoryLedger()
+    entry = AuditEntry("S/M", Actor(), "r")
+    done = await store.commit([Put(PENDING + "a", dump(entry))])
+    stale = {PENDING + "a": Versioned(entry, done.revision, done.revision)}
+    epoch = await won(store)
+
+    def sequencer() -> AuditSequencer:
+        view = SimpleNamespace(view=stale)
+        return sequencer_of(store, tiles, view, CLOCK, tmp_path, leadership=StaticElection(epoch))
+
+    first = sequencer()
+    for _ in range(2):
+        await first.step(epoch)
+        assert first.problem() == ""
+    later = sequencer()  # of a process that just began to lead
+    await later.step(epoch)
+    assert "changed" in later.problem()
+    found = [each["resource"] for each in verified(await exported(AuditReader(store, tiles)))]
+    assert found[1:] == ["r"]
+
+
+async def test_a_call_has_one_entry_however_often_it_commits(plane: AuditedPlane) -> None:
+    with deciding("S/M", "r"):
+        failed = await plane.audited.commit([Put("/x", b"")], [ModRevisionIs("/x", 7)])
+        assert not isinstance(failed, Committed)
+        for _ in range(3):
+            await plane.audited.commit([Put("/x", b"")])
+    await plane.audited.commit([Put("/x", b"")])
+    assert len((await plane.store.list(PENDING)).entries) == 1
+
+
+async def test_changes_of_the_registry_are_in_the_log(plane: AuditedPlane) -> None:
+    digest = sha256_of(b"1")
+    await plane.store.commit([Put(version_key("m", digest), dump(VersionRecord("m", digest, 1, 0.0)))])
+    async with served(plane.audited, MemoryBlobs(), CLOCK) as registry:
+        request = rg.SetTagRequest(model="m", tag="prod", digest=digest)
+        await registry.stub.SetTag(request, metadata=auth_metadata("admin"))
+        gone = rg.DeleteTagRequest(model="m", tag="prod", request_id="id")
+        await registry.stub.DeleteTag(gone, metadata=auth_metadata("admin"))
+    await plane.sequence()
+    assert [each[:2] for each in actions(await plane.entries())][1:] == [
+        ("RegistryService/SetTag", f"m/prod/{digest}"),
+        ("RegistryService/DeleteTag", "m/prod"),
+    ]
