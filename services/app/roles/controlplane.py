@@ -26,6 +26,7 @@ from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
+from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
@@ -39,6 +40,7 @@ from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
+from services.ports.store import Store
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
 from services.runtime.fleet_state.informer import Informer
@@ -88,20 +90,24 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
 
+    servicer = ControlPlaneServicer(
+        service, store, queues, usage, sums, audit=reader, require_current=keys.require_current
+    )
     server = environment.server(
         RpcService(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(
-                service,
-                store,
-                queues,
-                usage,
-                sums,
-                audit=reader,
-                require_current=keys.require_current,
-            ),
+            servicer,
         ),
+        *_report_services(store, ledger, slis),
+        identity=keys,
+    )
+    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _report_services(store: Store, ledger: UsageLedger, slis: SliStore) -> tuple[RpcService, RpcService]:
+    """Return what gateways and workers report to."""
+    return (
         RpcService(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
@@ -112,9 +118,7 @@ def controlplane(environment: Environment) -> Role:
             slis_pb2_grpc.add_SliServiceServicer_to_server,
             SliServicer(slis),
         ),
-        identity=keys,
     )
-    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
 
 
 def _open_audit(
