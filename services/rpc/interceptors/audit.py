@@ -41,12 +41,13 @@ def note_request(message: Message) -> None:
     metadata = [
         value.metadata
         for field, value in message.ListFields()
-        if field.message_type is not None and "metadata" in field.message_type.fields_by_name
+        if field.message_type is not None
+        and not field.is_repeated
+        and "metadata" in field.message_type.fields_by_name
     ]
     texts = [*(each.name for each in metadata), *(getattr(message, name, "") for name in _NAMES)]
-    call.entry = replace(
-        call.entry, resource="/".join(filter(None, texts)), request_id=getattr(message, "request_id", "")
-    )
+    resource = "/".join(text for text in texts if text and isinstance(text, str))
+    call.entry = replace(call.entry, resource=resource, request_id=getattr(message, "request_id", ""))
 
 
 class AuditRefusals(AroundInterceptor):
