@@ -91,6 +91,7 @@ def _texts(folder: Path) -> dict[str, Callable[[], str]]:
         "internal_token": random,
         "ticket_key": random,
         "record_keys": random,
+        "audit_key": random,
         "redis_password": random,
         "redis_acl": lambda: redis_acl((folder / "redis_password").read_text("utf-8").strip()),
         "grafana_password": random,

@@ -16,6 +16,7 @@ from typer.models import CommandInfo
 
 from fairway.cli.commands import (
     accounts,
+    audit,
     batches,
     deployments,
     engines,
@@ -98,6 +99,7 @@ app.add_typer(accounts.budgets, name="budgets")
 app.add_typer(deployments.objectives, name="objectives")
 app.add_typer(reliability.quarantine, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
+app.add_typer(audit.app, name="audit")
 app.add_typer(reliability.requests, name="requests")
 placements.add_queue(app)
 usage.add(app)

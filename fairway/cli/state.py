@@ -27,6 +27,7 @@ _SECRETS: Final = (
     ("internal_token", ""),
     ("ticket_key", ""),
     ("record_keys", ""),
+    ("audit_key", ""),
 )
 # Valid unquoted for etcd's client, Redis' client and a socket; macOS limits a socket's path to 103 bytes.
 _SOCKET_FOLDER: Final = re.compile(r"/[A-Za-z0-9_./+@-]{1,90}")

@@ -1974,40 +1974,47 @@ Global___UsageRecord: _TypeAlias = UsageRecord  # noqa: Y015
 class AuditEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class DetailsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     TIME_FIELD_NUMBER: _builtins.int
     ACTOR_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     RESOURCE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    DETAILS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     actor: _builtins.str
+    """The key's id; for a failed authentication, the one that was claimed."""
     action: _builtins.str
+    """The method, as in ControlPlaneService/CreateTenant, or a route of the HTTP API."""
     resource: _builtins.str
     request_id: _builtins.str
+    index: _builtins.int
+    """The place in the log, from 0 on."""
+    outcome: _builtins.str
+    """OK, or the reason of the error."""
+    role: _builtins.str
+    tenant: _builtins.str
+    subject: _builtins.str
+    """Of the token that authenticated."""
+    certificate: _builtins.str
+    """The identity in the certificate of the connection."""
+    address: _builtins.str
+    """The peer of the connection."""
+    source: _builtins.str
+    """The role that recorded it."""
+    count: _builtins.int
+    """Equal ones that this entry stands for; `time` is that of the first."""
+    revision: _builtins.int
+    """The store's revision that contains the change."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def details(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -2016,11 +2023,20 @@ class AuditEvent(_message.Message):
         action: _builtins.str = ...,
         resource: _builtins.str = ...,
         request_id: _builtins.str = ...,
-        details: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        index: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+        role: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        certificate: _builtins.str = ...,
+        address: _builtins.str = ...,
+        source: _builtins.str = ...,
+        count: _builtins.int = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "details", b"details", "request_id", b"request_id", "resource", b"resource", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "address", b"address", "certificate", b"certificate", "count", b"count", "index", b"index", "outcome", b"outcome", "request_id", b"request_id", "resource", b"resource", "revision", b"revision", "role", b"role", "source", b"source", "subject", b"subject", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4603,8 +4619,17 @@ class ListAuditEventsRequest(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    RESOURCE_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """At most this many; 0: 100."""
     page_token: _builtins.str
+    actor: _builtins.str
+    """Only of this key."""
+    action: _builtins.str
+    """Only of this method, with or without its service."""
+    resource: _builtins.str
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -4616,10 +4641,13 @@ class ListAuditEventsRequest(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        action: _builtins.str = ...,
+        resource: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "end_time", b"end_time", "page_size", b"page_size", "page_token", b"page_token", "resource", b"resource", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4633,7 +4661,9 @@ class ListAuditEventsResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditEvent]:
+        """May be fewer than the page size, even none, where more follow."""
+
     def __init__(
         self,
         *,
@@ -4647,6 +4677,48 @@ class ListAuditEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListAuditEventsResponse: _TypeAlias = ListAuditEventsResponse  # noqa: Y015
+
+@_typing.final
+class ExportAuditLogRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportAuditLogRequest: _TypeAlias = ExportAuditLogRequest  # noqa: Y015
+
+@_typing.final
+class ExportAuditLogResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The object's name: `verifier`, one key per line, then `checkpoint`, then the tiles and bundles of its size."""
+    data: _builtins.bytes
+    last: _builtins.bool
+    """No further message follows."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "last", b"last", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportAuditLogResponse: _TypeAlias = ExportAuditLogResponse  # noqa: Y015
 
 @_typing.final
 class WatchResourcesRequest(_message.Message):

@@ -299,6 +299,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsResponse.FromString,
                 _registered_method=True)
+        self.ExportAuditLog = channel.unary_stream(
+                '/fairway.v1.ControlPlaneService/ExportAuditLog',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogResponse.FromString,
+                _registered_method=True)
         self.WatchResources = channel.unary_stream(
                 '/fairway.v1.ControlPlaneService/WatchResources',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.WatchResourcesRequest.SerializeToString,
@@ -640,7 +645,15 @@ class ControlPlaneServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAuditEvents(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Entries of the audit log, the newest first. The log has an entry for this read before the answer is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportAuditLog(self, request, context):
+        """The whole audit log as C2SP tlog-tiles lays it out, one object in each message. Read as above.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -919,6 +932,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListAuditEvents,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsResponse.SerializeToString,
+            ),
+            'ExportAuditLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportAuditLog,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogResponse.SerializeToString,
             ),
             'WatchResources': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchResources,
@@ -2357,6 +2375,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListAuditEvents',
             fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListAuditEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportAuditLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ExportAuditLog',
+            fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ExportAuditLogResponse.FromString,
             options,
             channel_credentials,
             insecure,

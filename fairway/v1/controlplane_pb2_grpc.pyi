@@ -103,6 +103,9 @@ class ControlPlaneServiceStub:
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
+    """Entries of the audit log, the newest first. The log has an entry for this read before the answer is sent."""
+    ExportAuditLog: _grpc.UnaryStreamMultiCallable[_controlplane_pb2.ExportAuditLogRequest, _controlplane_pb2.ExportAuditLogResponse]
+    """The whole audit log as C2SP tlog-tiles lays it out, one object in each message. Read as above."""
     WatchResources: _grpc.UnaryStreamMultiCallable[_controlplane_pb2.WatchResourcesRequest, _controlplane_pb2.WatchResourcesResponse]
     """What is there now, then every change. Resumable from the last revision seen."""
 
@@ -181,6 +184,9 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
+    """Entries of the audit log, the newest first. The log has an entry for this read before the answer is sent."""
+    ExportAuditLog: _aio.UnaryStreamMultiCallable[_controlplane_pb2.ExportAuditLogRequest, _controlplane_pb2.ExportAuditLogResponse]  # type: ignore[assignment]
+    """The whole audit log as C2SP tlog-tiles lays it out, one object in each message. Read as above."""
     WatchResources: _aio.UnaryStreamMultiCallable[_controlplane_pb2.WatchResourcesRequest, _controlplane_pb2.WatchResourcesResponse]  # type: ignore[assignment]
     """What is there now, then every change. Resumable from the last revision seen."""
 
@@ -573,7 +579,16 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _controlplane_pb2.ListAuditEventsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_controlplane_pb2.ListAuditEventsResponse, _abc.Awaitable[_controlplane_pb2.ListAuditEventsResponse]]: ...
+    ) -> _typing.Union[_controlplane_pb2.ListAuditEventsResponse, _abc.Awaitable[_controlplane_pb2.ListAuditEventsResponse]]:
+        """Entries of the audit log, the newest first. The log has an entry for this read before the answer is sent."""
+
+    @_abc_1.abstractmethod
+    def ExportAuditLog(
+        self,
+        request: _controlplane_pb2.ExportAuditLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controlplane_pb2.ExportAuditLogResponse], _abc.AsyncIterator[_controlplane_pb2.ExportAuditLogResponse]]:
+        """The whole audit log as C2SP tlog-tiles lays it out, one object in each message. Read as above."""
 
     @_abc_1.abstractmethod
     def WatchResources(

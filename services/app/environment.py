@@ -14,11 +14,13 @@ from fairway.log_stream import LogStream
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.oidc import ProviderTokens, read_provider
 from services.adapters.threads import in_thread
+from services.core.audit import PENDING, AuditEntry
 from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.server import RpcServer, RpcService, RpcTelemetry
+from services.runtime.audit import AuditedStore, AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.guarded_store import GuardedStore
@@ -64,6 +66,7 @@ class Environment:
         self.closing.push_async_callback(etcd.close)
         self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
         self._informers: dict[str, Informer[Any]] = {}
+        self.audit = AuditRecorder(self.store, self.clock, source=role, process=self.ids.source_id())
         self.reserves = [etcd.space.reserve]
         self.disk = self.disk_reserve("state_dir", settings.state_dir)
         self._open_telemetry()
@@ -109,6 +112,12 @@ class Environment:
         self.health.add([Check("issuer_keys", tokens.problem, withdraws=False)])
         return KeyDirectory(keys, tenants, self.clock, verify_token=tokens.verify)
 
+    def audited_store(self) -> tuple[AuditedStore, Informer[AuditEntry]]:
+        """Return the store for the changes of operators, and the entries that wait for their place."""
+        pending = self.informer(PENDING, AuditEntry)
+        audited = AuditedStore(self.store, pending, self.clock, source=self.role, new_id=self.ids.request_id)
+        return audited, pending
+
     def server(self, *services: RpcService, identity: KeyDirectory | None = None) -> RpcServer:
         """Return the role's gRPC server, not started. Without ``identity`` it accepts no API key."""
         server = RpcServer(
@@ -123,6 +132,7 @@ class Environment:
                 self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None,
                 self.request_lines,
             ),
+            audit=self.audit,
         )
         self.supervisor.spawn("connections", server.guard_connections(self.clock))
         return server
@@ -133,6 +143,7 @@ class Environment:
         Raises StoreUnavailable after ``timeout_s``, or StoreReplaced if another store is the cause.
         """
         self.supervisor.spawn("store look", self.store.run())
+        self.supervisor.spawn("audit recorder", self.audit.run())
         for prefix, informer in self._informers.items():
             self.supervisor.spawn(f"informer {prefix}", informer.run())
         for informer in self._informers.values():
@@ -197,6 +208,11 @@ class Environment:
         )
         self.exported.store(self.store)
         self.exported.storage(self.reserves)
+        self.metrics.level(
+            "fairway_runtime_audit_waiting",
+            "Refused calls that are not written to the audit log yet",
+            lambda: float(self.audit.waiting),
+        )
         self.request_lines = LineBudget(self.clock.monotonic_s, settings.request_log_per_s)
         self.metrics.counted(
             "fairway_runtime_log_lines_suppressed_total",

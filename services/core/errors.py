@@ -13,7 +13,7 @@
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
     │                           StreamBroken, Overloaded, DeadlineUnmeetable,
-    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded
+    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -278,6 +278,12 @@ class UsageUnrecorded(Unavailable):
     """The use of a request that has budgets could not be recorded: the usage outbox is full."""
 
     reason = "USAGE_UNRECORDED"
+
+
+class AuditBacklog(Unavailable):
+    """The audit log is not written, and as many entries wait for it as may. Nothing was changed."""
+
+    reason = "AUDIT_BACKLOG"
 
 
 class TicketExpired(Unavailable):

@@ -69,6 +69,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "OVERLOADED": (Fault.OURS, "Wait for the time in retry-after"),
     "DEADLINE_UNMEETABLE": (Fault.OURS, "Allow more time, or wait for the time in retry-after"),
     "DEADLINE_EXCEEDED": (Fault.OURS, "Allow more time, or request fewer tokens"),
+    "AUDIT_BACKLOG": (Fault.OURS, "See /readyz of the leading control plane; nothing was changed"),
     "USAGE_UNRECORDED": (Fault.OURS, "Send it to another gateway, or again later"),
     "DRAINING": (Fault.OURS, "Send it to another gateway"),
     "STORE_UNAVAILABLE": (Fault.OURS, "Send it again later"),

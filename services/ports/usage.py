@@ -1,8 +1,8 @@
 """Ports of usage: the outbox of events, the ledger's store, and what was spent under limits.
 
 In the ledger's store a name is taken by one writer: this keeps two ledgers from writing the same part of a
-log. Names are paths of lower-case letters, digits, ``-`` and ``/``. Implementations:
-``adapters/ledger_stores.py``.
+log. Names are paths of lower-case letters, digits, ``-`` and ``/``; a part may end in ``.p``. The audit log
+has a store of the same kind. Implementations: ``adapters/ledger_stores.py``.
 """
 
 from __future__ import annotations
@@ -52,3 +52,10 @@ class LedgerStore(Protocol):
 
     async def delete(self, names: Sequence[str]) -> None:
         """Delete objects; names that do not exist are ignored. They are free again."""
+
+
+class TileStore(LedgerStore, Protocol):
+    """The store of the audit log: its tiles are created once, its checkpoint is replaced."""
+
+    async def replace(self, name: str, data: bytes) -> None:
+        """Store an object completely and durably in the place of the one of this name, if there is one."""

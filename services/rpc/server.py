@@ -24,11 +24,13 @@ from services.rpc.channel import MAX_MESSAGE_BYTES
 from services.rpc.connections import MAX_CONNECTIONS, Connections, UnauthenticatedCalls
 from services.rpc.interceptors.access import PUBLIC_SERVICES, AccessControl, Authenticate, access_table
 from services.rpc.interceptors.arrival import NoteArrival
+from services.rpc.interceptors.audit import AuditRefusals, changes_of
 from services.rpc.interceptors.base import AroundInterceptor
 from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
+from services.runtime.audit import AuditRecorder
 from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
@@ -142,8 +144,9 @@ class RpcServer:
         new_incident: Callable[[], str],
         authenticate: Authenticate | None = None,
         telemetry: RpcTelemetry | None = None,
+        audit: AuditRecorder | None = None,
     ) -> None:
-        """Raises ValueError when a method of ``services`` has no access rule."""
+        """``audit`` records refused calls. Raises ValueError when a method has no access rule."""
         self._services = services
         self._listen = listen
         self._health = HealthServicer()
@@ -155,6 +158,8 @@ class RpcServer:
             for each in descriptors
             for method in each.methods
         }
+        changes = changes_of(descriptors)
+        refusals = [] if audit is None else [AuditRefusals(audit, changes)]
         outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
         shut = () if telemetry is None else (telemetry.instruments.connections_shut.add,)
         most = min(MAX_CONNECTIONS, descriptor_limit() // 2)
@@ -166,8 +171,9 @@ class RpcServer:
                 *outermost,
                 LogContext(),
                 ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
+                *refusals,
                 AccessControl(table, authenticate, internal_token, self._connections, unauthenticated),
-                ReadMessages(limits),
+                ReadMessages(limits, changes=changes),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
             refused=unauthenticated.refused,

@@ -72,6 +72,12 @@ class Settings(BaseModel):
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
     # Secrets that encrypt idempotency records, one per line: the first encrypts, all decrypt.
     record_keys_file: Path = Path(".fairway/secrets/record_keys")
+    # Keys that sign the audit log, 64 hex digits on each line: every one signs, the first is the log's own.
+    audit_key_file: Path = Path(".fairway/secrets/audit_key")
+    # Folder of the audit log, shared by all control planes; default: the bucket, or in the state folder.
+    audit_dir: Path | None = None
+    # File to which signed checkpoints of the audit log are appended, outside of its store.
+    audit_checkpoint_file: Path | None = None
     # File with the first operator's key, fw_admin_ and 64 hex digits.
     admin_key_file: Path | None = None
     # File that describes an OpenID provider whose tokens are accepted beside API keys.

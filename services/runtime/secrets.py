@@ -64,6 +64,12 @@ def parse_key(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def claimed_key(credentials: str | None) -> str:
+    """Return the name in a key's text, which proves nothing; empty without one."""
+    found = _KEY.search(credentials) if credentials and len(credentials) <= MAX_KEY_CHARS else None
+    return "" if found is None else found[1]
+
+
 def verify(secret: str, stored_hash: str) -> bool:
     """Return whether the secret has the stored hash, in constant time."""
     return hmac.compare_digest(secret_hash(secret).encode(), stored_hash.encode())

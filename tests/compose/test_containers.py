@@ -15,6 +15,7 @@ SECRETS = (
     "internal_token",
     "ticket_key",
     "record_keys",
+    "audit_key",
     "redis_password",
     "redis_acl",
     "api_key",
@@ -22,7 +23,7 @@ SECRETS = (
 PREBUILT = "/srv/fairway/services/worker/engine/native/prebuilt"
 GIVEN = {
     "registry": {"internal_token"},
-    "controlplane": {"internal_token", "admin_key", "redis_password"},
+    "controlplane": {"internal_token", "admin_key", "audit_key", "redis_password"},
     "scheduler": {"internal_token", "ticket_key"},
     "worker-0": {"internal_token"},
     "worker-1": {"internal_token"},

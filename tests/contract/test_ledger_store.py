@@ -1,4 +1,4 @@
-"""What every ``LedgerStore`` does, checked on a folder, on a real S3 server and in memory alike."""
+"""What every ``TileStore`` does, checked on a folder, on a real S3 server and in memory alike."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from services.adapters.ledger_stores import FolderLedger, S3Ledger
 from services.core.errors import NotFound, StoreUnavailable
-from services.ports.usage import LedgerStore
+from services.ports.usage import TileStore
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.object_store import ObjectStore
 from tests.support.tiny_disk import tiny_disk
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> LedgerStore:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> TileStore:
     if request.param == "folder":
         return FolderLedger(tmp_path / "ledger")
     if request.param == "memory":
@@ -26,20 +26,20 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> LedgerStore:
     return S3Ledger(server.bucket(prefix=hashlib.sha256(request.node.name.encode()).hexdigest()[:16]))
 
 
-async def test_a_name_is_taken_once(store: LedgerStore) -> None:
+async def test_a_name_is_taken_once(store: TileStore) -> None:
     assert await store.create("segments/0001", b"first")
     assert not await store.create("segments/0001", b"second")
     assert await store.read("segments/0001") == b"first"
 
 
-async def test_one_of_many_writers_gets_the_name(store: LedgerStore) -> None:
+async def test_one_of_many_writers_gets_the_name(store: TileStore) -> None:
     texts = [bytes([number]) * 1000 for number in range(8)]
     created = await asyncio.gather(*(store.create("segments/0002", text) for text in texts))
     assert sum(created) == 1
     assert await store.read("segments/0002") == texts[created.index(True)]
 
 
-async def test_names_are_sorted_and_start_after_a_name(store: LedgerStore) -> None:
+async def test_names_are_sorted_and_start_after_a_name(store: TileStore) -> None:
     for number in (3, 1, 2):
         await store.create(f"segments/000{number}", b"x")
     await store.create("hours/0001-1", b"y")
@@ -50,7 +50,7 @@ async def test_names_are_sorted_and_start_after_a_name(store: LedgerStore) -> No
     assert await store.names("checkpoints/") == ()
 
 
-async def test_a_deleted_name_is_free_and_a_missing_one_ignored(store: LedgerStore) -> None:
+async def test_a_deleted_name_is_free_and_a_missing_one_ignored(store: TileStore) -> None:
     await store.create("segments/0001", b"first")
     await store.delete(["segments/0001", "segments/0009"])
     with pytest.raises(NotFound):
@@ -59,7 +59,17 @@ async def test_a_deleted_name_is_free_and_a_missing_one_ignored(store: LedgerSto
     assert await store.create("segments/0001", b"second")
 
 
-async def test_large_and_empty_objects(store: LedgerStore) -> None:
+async def test_an_object_is_replaced_and_names_may_be_deep(store: TileStore) -> None:
+    for name in ("checkpoint", "tile/0/x001/234.p/5", "tile/0/x001/234"):
+        await store.replace(name, b"first")
+        await store.replace(name, b"second")
+        assert await store.read(name) == b"second"
+        assert not await store.create(name, b"third")
+    await store.delete(["tile/0/x001/234.p/5"])
+    assert await store.create("tile/0/x001/234.p/5", b"again")
+
+
+async def test_large_and_empty_objects(store: TileStore) -> None:
     large = bytes(range(256)) * 20_000
     await store.create("hours/1-1", large)
     await store.create("hours/1-2", b"")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -538,3 +539,32 @@ def test_interrupt_ends_a_completion(cli: CommandLine) -> None:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "Traceback" in said) == (130, False)
+
+
+def test_the_audit_log_has_what_was_done_and_is_verified(
+    cli: CommandLine, stack: Stack, tenant: str, tmp_path: Path
+) -> None:
+    wrong = urllib.request.Request(f"{stack.http}/v1/models", headers={"authorization": "Bearer wrong"})
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(wrong, timeout=10)
+
+    def found(*arguments: str) -> list[Any]:
+        entries: list[Any] = cli("audit", "list", *arguments, "-o", "json").json["entries"]
+        return entries
+
+    deadline = time.monotonic() + PATIENCE_S
+    failed: list[Any] = []
+    while not failed and time.monotonic() < deadline:
+        failed = [one for one in found("--action", "GET /v1/models") if one["outcome"] == "UNAUTHENTICATED"]
+        time.sleep(0.2)
+    assert (failed[0]["source"], failed[0]["address"]) == ("gateway", "127.0.0.1")
+    (created, *_) = found("--resource", tenant, "--action", "CreateTenant")
+    assert (created["actor"], created["role"], created["outcome"]) == ("admin", "admin", "OK")
+    assert found("--action", "CreateVersion", "--limit", "1")
+    assert cli("audit", "verify", "-o", "json").json["entries"] > int(failed[0]["index"])
+    folder = str(tmp_path / "log")
+    cli("audit", "export", folder)
+    key = (tmp_path / "log" / "verifier").read_text().strip()
+    assert cli("audit", "verify", folder, "--key", key, "-o", "json").json["keys"] == [key]
+    tiles = StateDir.at(stack.state).data("audit")
+    assert cli("audit", "verify", str(tiles), "--key", key, "-o", "json").json["entries"]

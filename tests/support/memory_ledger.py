@@ -13,7 +13,7 @@ def _nothing(operation: str, name: str) -> None:
 
 
 class MemoryLedger:
-    """``LedgerStore`` in memory. A hook may raise StoreUnavailable: before or after the effect."""
+    """``TileStore`` in memory. A hook may raise StoreUnavailable: before or after the effect."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -26,6 +26,12 @@ class MemoryLedger:
         created = self.objects.setdefault(name, data) is data
         self.after("create", name)
         return created
+
+    async def replace(self, name: str, data: bytes) -> None:
+        await asyncio.sleep(0)
+        self.before("replace", name)
+        self.objects[name] = data
+        self.after("replace", name)
 
     async def names(self, prefix: str, after: str = "") -> tuple[str, ...]:
         await asyncio.sleep(0)

@@ -204,7 +204,9 @@ def role_environment(
         required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
         required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
+        required["FAIRWAY_AUDIT_KEY_FILE"] = str(state.secret("audit_key"))
         defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))
+        defaults["FAIRWAY_AUDIT_DIR"] = str(state.data("audit"))
     if role == "worker":
         required["FAIRWAY_WORKER_ID"] = name
         defaults["FAIRWAY_KV_MEMORY_BYTES"] = str(_KV_MEMORY_BYTES)

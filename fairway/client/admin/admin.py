@@ -324,6 +324,52 @@ class UsageRecords:
         )
 
 
+class AuditLog:
+    """The audit log. Each call is itself an entry of it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(
+        self,
+        *,
+        actor: str = "",
+        action: str = "",
+        resource: str = "",
+        start_time: datetime | None = None,
+        end_time: datetime | None = None,
+        limit: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Sequence[cp.AuditEvent]:
+        """Return the entries, newest first, or ``limit`` of them. ``action``: a method or a route."""
+        return await self._service.pages(
+            "ListAuditEvents",
+            "events",
+            quick=False,  # a page may read many entries for few that match
+            limit=limit,
+            timeout_s=timeout_s,
+            actor=actor,
+            action=action,
+            resource=resource,
+            start_time=start_time,
+            end_time=end_time,
+        )
+
+    async def export(self) -> AsyncGenerator[cp.ExportAuditLogResponse, None]:
+        """Yield the objects of the log in the layout of C2SP tlog-tiles, each with its name.
+
+        Raises ConnectionLost when the connection breaks before the last one.
+        """
+        limit_s = self._service.timeout_s(None)
+        attempts = Attempts(self._service.core, limit_s)
+        stream = await self._service.open("ExportAuditLog", cp.ExportAuditLogRequest(), attempts)
+        try:
+            while not (answer := await stream.read(limit_s)).last:
+                yield answer
+        finally:
+            stream.close()
+
+
 Kinds = Sequence[cp.ResourceKind.ValueType]
 _NEWEST: Final = 20
 
@@ -535,6 +581,10 @@ class AdminClient:
     @property
     def slis(self) -> Slis:
         return Slis(self._control())
+
+    @property
+    def audit(self) -> AuditLog:
+        return AuditLog(self._control())
 
     @property
     def usage(self) -> UsageRecords:

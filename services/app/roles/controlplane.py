@@ -17,13 +17,16 @@ from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.ledger import open_ledger
+from services.app.roles.ledger import open_ledger, open_tile_store
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
+from services.controlplane.audit_log import AuditSequencer
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
+from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
@@ -37,8 +40,11 @@ from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
+from services.ports.store import Store
 from services.rpc.server import RpcService
+from services.runtime.audit import AuditedStore
 from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Election
 from services.runtime.process.health import Check
 
 
@@ -54,7 +60,8 @@ def controlplane(environment: Environment) -> Role:
     key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
-    service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
+    audited, reader, sequencer = _open_audit(environment, election)
+    service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
     queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
     environment.closing.push_async_callback(queues.close)
@@ -65,12 +72,12 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    rollouts = RolloutController(store, fleet, election, key, clock, slis=slis)
+    rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
         if settings.admin_key_file is not None:
-            await bootstrap(store, clock, settings.admin_key_file)
+            await bootstrap(audited, clock, settings.admin_key_file)
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
@@ -83,12 +90,24 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("service level indicators", slis.run())
         environment.supervisor.spawn("objective alerts", burning.run())
 
+    servicer = ControlPlaneServicer(
+        service, store, queues, usage, sums, audit=reader, require_current=keys.require_current
+    )
     server = environment.server(
         RpcService(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
-            ControlPlaneServicer(service, store, queues, usage, sums, require_current=keys.require_current),
+            servicer,
         ),
+        *_report_services(store, ledger, slis),
+        identity=keys,
+    )
+    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _report_services(store: Store, ledger: UsageLedger, slis: SliStore) -> tuple[RpcService, RpcService]:
+    """Return what gateways and workers report to."""
+    return (
         RpcService(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
@@ -99,9 +118,27 @@ def controlplane(environment: Environment) -> Role:
             slis_pb2_grpc.add_SliServiceServicer_to_server,
             SliServicer(slis),
         ),
-        identity=keys,
     )
-    return Role(server, start=start, checks=_checks(rounds, ledger))
+
+
+def _open_audit(
+    environment: Environment, election: Election
+) -> tuple[AuditedStore, AuditReader, AuditSequencer]:
+    settings, tiles = environment.settings, open_tile_store(environment)
+    audited, pending = environment.audited_store()
+    sequencer = AuditSequencer(
+        environment.store,
+        tiles,
+        pending,
+        election,
+        leader_key("controlplane"),
+        environment.clock,
+        key_file=settings.audit_key_file,
+        checkpoint_file=settings.audit_checkpoint_file,
+        new_id=environment.ids.source_id,
+    )
+    environment.supervisor.spawn("audit log", sequencer.run())
+    return audited, AuditReader(audited, tiles), sequencer
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:
@@ -118,5 +155,9 @@ def _price_of(fleet: Informer[FleetRecord | None], model: str) -> Price:
     return held.record.price if held is not None and isinstance(held.record, Deployment) else Price()
 
 
-def _checks(rounds: ReconcilerTelemetry, ledger: UsageLedger) -> tuple[Check, ...]:
-    return Check("rounds", rounds.problem), Check("usage", ledger.problem, withdraws=False)
+def _checks(rounds: ReconcilerTelemetry, ledger: UsageLedger, audit: AuditSequencer) -> tuple[Check, ...]:
+    return (
+        Check("rounds", rounds.problem),
+        Check("usage", ledger.problem, withdraws=False),
+        Check("audit", audit.problem, withdraws=False),
+    )

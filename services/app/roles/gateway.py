@@ -211,6 +211,7 @@ def _http_server(
         not_ready=not_ready,
         observe=_http_observer(environment.metrics),
         cors_origins=settings.cors_origins,
+        audit=environment.audit,
         limits=HttpLimits(settings.max_body_bytes, status_wait_s=settings.status_wait_s),
     )
     host, _, port = settings.http_listen.rpartition(":")

@@ -1,4 +1,4 @@
-"""The usage ledger of a control plane, and the outboxes of the processes that report to it."""
+"""The usage ledger and the audit log of a control plane, and the outboxes of processes that report use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from services.adapters.blobs.s3 import open_bucket
 from services.adapters.grpc.leader_calls import GrpcUsage
-from services.adapters.ledger_stores import FolderLedger, S3Ledger
+from services.adapters.ledger_stores import AUDIT, FolderLedger, S3Ledger
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
 from services.app.roles.shared import open_directory
@@ -14,7 +14,7 @@ from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import UsageListing
 from services.controlplane.usage.telemetry import LedgerTelemetry
 from services.core.errors import FailedPrecondition
-from services.ports.usage import LedgerStore
+from services.ports.usage import LedgerStore, TileStore
 from services.runtime.fleet_state.leadership import Election
 
 _DAY_S: Final = 86_400.0
@@ -45,6 +45,14 @@ def open_ledger_store(environment: Environment) -> LedgerStore:
     if settings.usage_dir is None and settings.blob_store != "folder":
         return S3Ledger(open_bucket(settings, environment.clock))
     return FolderLedger(settings.usage_dir or settings.state_dir / "usage")
+
+
+def open_tile_store(environment: Environment) -> TileStore:
+    """Return the store of the audit log. Raises as ``open_ledger_store``."""
+    settings = environment.settings
+    if settings.audit_dir is None and settings.blob_store != "folder":
+        return S3Ledger(open_bucket(settings, environment.clock), AUDIT)
+    return FolderLedger(settings.audit_dir or settings.state_dir / "audit", AUDIT)
 
 
 def open_usage_outbox(environment: Environment) -> DiskOutbox:

@@ -21,8 +21,9 @@ from services.rpc.server import RpcService
 
 def registry(environment: Environment) -> Role:
     """The registry: versions in the store, chunks in a folder or a bucket."""
+    audited, _ = environment.audited_store()
     service = RegistryService(
-        environment.store,
+        audited,
         ObservedBlobs(open_blobs(environment), environment.metrics),
         environment.clock,
         texts=TextProcessCheck(environment.clock, environment.supervisor),

@@ -41,6 +41,7 @@ from services.core.records import (
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, ModRevisionIs, Put, Store
 from services.runtime import secrets
+from services.runtime.audit import deciding
 from services.runtime.idempotent_writes import WriteRequest, WriteSet
 from services.runtime.identity import caller_tenant, principal
 
@@ -416,7 +417,9 @@ async def bootstrap(store: Store, clock: Clock, admin_key_file: Path) -> str:
             meta = replace(old.meta, update_unix_s=now_s)
             key = ApiKey(meta, KeyRole.ADMIN, hashed)
         condition = ModRevisionIs(KEYS + name, 0 if entry is None else entry.mod_revision)
-        if isinstance(await store.commit([Put(KEYS + name, dump(key))], [condition]), Committed):
+        with deciding("Keys/Bootstrap", name):
+            done = await store.commit([Put(KEYS + name, dump(key))], [condition])
+        if isinstance(done, Committed):
             log.info("key.bootstrapped", key=name)
             return name
     raise StoreUnavailable(f"key {name} is being changed by others")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final, Protocol
 
@@ -46,6 +47,7 @@ from services.core.records import ROLLOUTS, BurnAlert, Priority, Sli, dump
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
+from services.runtime.audit import deciding
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
@@ -159,7 +161,11 @@ class RolloutController:
             if after != held.record or writes.operations:
                 fence = CreateRevisionIs(self._leader_key, epoch)
                 unchanged = ModRevisionIs(key, held.mod_revision)
-                await self._write(after, WriteSet([fence, unchanged, *writes.conditions], writes.operations))
+                write = WriteSet([fence, unchanged, *writes.conditions], writes.operations)
+                moved = (after.phase, after.step) != (held.record.phase, held.record.step)
+                name = f"Rollouts/{after.phase.name.title()}"
+                with deciding(name, after.meta.name) if moved else nullcontext():
+                    await self._write(after, write)
         return len(open_)
 
     async def _write(self, rollout: Rollout, writes: WriteSet) -> None:

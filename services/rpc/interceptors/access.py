@@ -21,8 +21,9 @@ from services.core.errors import (
 )
 from services.core.generation import Principal
 from services.core.records import KeyRole
-from services.rpc.connections import Connections, UnauthenticatedCalls
+from services.rpc.connections import Connections, UnauthenticatedCalls, source_of
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.runtime.audit import begin_call
 from services.runtime.identity import act_for
 from services.runtime.process.tenant_turns import run_as
 
@@ -104,7 +105,7 @@ class AccessControl(AroundInterceptor):
         try:
             if allowed is None:
                 raise PermissionDenied(f"{method} has no access rule")
-            who = self._identify(bearer_token(context.invocation_metadata()), allowed)
+            who = self._identify(method, context, allowed)
         except FairwayError:
             self._unauthenticated.refused(peer)
             raise
@@ -142,8 +143,9 @@ class AccessControl(AroundInterceptor):
             if not self._running[name]:
                 del self._running[name]
 
-    def _identify(self, token: str | None, allowed: frozenset[int]) -> Principal | None:
+    def _identify(self, method: str, context: Context, allowed: frozenset[int]) -> Principal | None:
         """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied."""
+        token = bearer_token(context.invocation_metadata())
         if token is None:
             raise Unauthenticated("send the API key or token as metadata `authorization: Bearer <key>`")
         if hmac.compare_digest(token.encode(), self._internal):
@@ -153,6 +155,7 @@ class AccessControl(AroundInterceptor):
         if self._authenticate is None:
             raise PermissionDenied("this service is internal: no API key opens it")
         who = self._authenticate(token)
+        begin_call(short_method(method), who, peer_address(context.peer()))
         if _ROLE_ACCESS[who.role] not in allowed:
             raise PermissionDenied(f"the role {who.role} may not call this method", role=who.role)
         return who
@@ -165,3 +168,14 @@ def bearer_token(metadata: Any) -> str | None:
         return None
     scheme, _, token = values[0].partition(" ")
     return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def peer_address(peer: str) -> str:
+    """Return the source of a connection with this grpc name, as the audit log states it."""
+    return source_of(peer).removeprefix("ipv4:")
+
+
+def short_method(method: str) -> str:
+    """Return "Service/Method" of "/package.Service/Method"."""
+    service, _, name = method[1:].partition("/")
+    return f"{service.rpartition('.')[2]}/{name}"

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from services.core.errors import DeadlineExceeded, InvalidInput, OverQuota
 from services.rpc import bounds
 from services.rpc.interceptors.access import caller
+from services.rpc.interceptors.audit import note_request
 from services.rpc.interceptors.base import Context, run_behaviour
 from services.rpc.message_size import MALFORMED, PUBLIC, MessageLimits, check_raw
 
@@ -79,10 +80,18 @@ class ReadMessages(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, limits: Mapping[str, MessageLimits], *, message_within_s: float = MESSAGE_WITHIN_S
+        self,
+        limits: Mapping[str, MessageLimits],
+        *,
+        changes: frozenset[str] = frozenset(),
+        message_within_s: float = MESSAGE_WITHIN_S,
     ) -> None:
-        """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones."""
+        """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones.
+
+        ``changes``: methods whose requests are noted for the audit log.
+        """
         self._limits = limits
+        self._changes = changes
         self._waiting = PendingMessages(message_within_s)
         self._handlers: dict[str, Any] = {}  # handlers by method, so their number is bounded
 
@@ -117,6 +126,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
     def _decoder(self, method: str, deserialize: Any) -> Callable[[bytes], Any]:
         limits = self._limits.get(method, PUBLIC)
         bounded = method in self._limits and method not in CHECKED_BY_SERVICER
+        noted = method in self._changes
 
         def decode(raw: bytes) -> Any:
             check_raw(raw, limits)
@@ -126,6 +136,8 @@ class ReadMessages(grpc.aio.ServerInterceptor):
                 raise InvalidInput(MALFORMED) from None
             if bounded:
                 bounds.check(message)
+            if noted:
+                note_request(message)
             return message
 
         return decode

@@ -17,6 +17,7 @@ from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.resources.accounts import Sealer
@@ -30,6 +31,7 @@ from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, served
 from tests.support.slis import Measurements, NoSlis
 from tests.support.usage_ledgers import NoUsage
@@ -45,7 +47,8 @@ class Servicer(ControlPlaneServicer):
         queues = GrpcQueues(SchedulerDirectory(store, CLOCK), TOKEN, CLOCK, timeout_s=0.2)
         service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
         slis = SliListing(measured.store, NoSlis())
-        super().__init__(service, store, queues, NoUsage(), slis, require_current=lambda _: None)
+        audit = AuditReader(store, MemoryLedger())
+        super().__init__(service, store, queues, NoUsage(), slis, audit=audit, require_current=lambda _: None)
         self.lost: dict[str, int] = {}
         self.frozen = False
         self.held = 0

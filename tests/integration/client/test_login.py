@@ -20,6 +20,7 @@ from fairway.client import AdminClient, Client, Options, Unauthenticated
 from fairway.login import LoginFailed, load, log_in, login_file, save, valid_login
 from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.rpc.server import RpcServer, RpcService
@@ -27,6 +28,7 @@ from simulator.stores.limiter import MemoryLimiter
 from tests.integration.client.scripted import ScriptedGateway
 from tests.integration.controlplane.plane import SEALER, ScriptedUsage, TurnedClock
 from tests.support.credentials import Credentials
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.oidc_provider import CLIENT, OidcProvider, oidc_provider
 from tests.support.registry import TOKEN
 from tests.support.slis import NoSlis
@@ -50,8 +52,9 @@ async def control_plane(provider: OidcProvider) -> AsyncIterator[str]:
     service = ControlPlaneService(store, clock, SEALER, limiter)
     require = credentials.directory.require_current
     queues: Any = nothing
+    audit = AuditReader(store, MemoryLedger())
     servicer = ControlPlaneServicer(
-        service, store, queues, ScriptedUsage(), NoSlis(), require_current=require
+        service, store, queues, ScriptedUsage(), NoSlis(), audit=audit, require_current=require
     )
     server = RpcServer(
         [

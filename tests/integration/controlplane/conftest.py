@@ -12,6 +12,7 @@ from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.errors import Unauthenticated
@@ -36,6 +37,7 @@ from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, ScriptedUsage, TurnedClock
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN
 from tests.support.slis import NoSlis
 
@@ -80,6 +82,7 @@ async def plane() -> AsyncIterator[Plane]:
                     queues,
                     usage,
                     NoSlis(),
+                    audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),
             )

@@ -17,6 +17,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.quarantine import StoreQuarantine
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.resources.accounts import Sealer
 from services.controlplane.resources.budgets import Budgets
@@ -69,6 +70,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     place_spec,
 )
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.slis import NoSlis
 from tests.support.usage_ledgers import NoUsage
 
@@ -132,7 +134,13 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
                 pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                 controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                 ControlPlaneServicer(
-                    service, store, queues, NoUsage(), NoSlis(), require_current=lambda _: None
+                    service,
+                    store,
+                    queues,
+                    NoUsage(),
+                    NoSlis(),
+                    audit=AuditReader(store, MemoryLedger()),
+                    require_current=lambda _: None,
                 ),
             )
         ],

@@ -14,6 +14,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.grpc.leader_calls import GrpcQueues, GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
+from services.controlplane.audit_reads import AuditReader
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -31,6 +32,7 @@ from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
 from tests.support.slis import DIGEST, Measurements, key_of, sums_of
 from tests.support.usage_ledgers import NoUsage
@@ -53,7 +55,13 @@ class OnePlane:
         service = ControlPlaneService(store, CLOCK, SEALER, MemoryLimiter(CLOCK))
         listing = SliListing(self.measured.store, self.leader)
         servicer = ControlPlaneServicer(
-            service, store, self.queues, NoUsage(), listing, require_current=lambda _: None
+            service,
+            store,
+            self.queues,
+            NoUsage(),
+            listing,
+            audit=AuditReader(store, MemoryLedger()),
+            require_current=lambda _: None,
         )
         server = RpcServer(
             [

@@ -25,6 +25,7 @@ from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
 from services.gateway.service import ServedModel
 from services.runtime import secrets
+from services.runtime.audit import AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.identity import KeyDirectory
@@ -340,6 +341,7 @@ async def serving(
     *,
     cors_origins: Sequence[str] = (),
     identity: KeyDirectory | None = None,
+    audit: AuditRecorder | None = None,
     **changes: Any,
 ) -> AsyncIterator[Face]:
     service, reasons = ScriptedService(), []  # type: ignore[var-annotated]
@@ -356,6 +358,7 @@ async def serving(
             limits=limits or HttpLimits(MAX_BODY),
             not_ready=lambda: reasons[0] if reasons else "",
             cors_origins=cors_origins,
+            audit=audit,
         )
         server = HttpServer(app, "127.0.0.1", 0, **changes)
         await server.start()

@@ -9,7 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.routing import Route, WebSocketRoute
 
+from services.adapters.memory.store import MemoryStore
+from services.core.audit import PENDING, AuditEntry
+from services.core.records import load
 from services.gateway.faces.openai.exchange import Access
+from services.runtime.audit import AuditRecorder
+from services.runtime.clock import SystemClock
 from tests.integration.openai.face import ADMIN_KEY, CHAT, KEY, STREAM, Face, serving
 from tests.support.credentials import Credentials
 from tests.support.oidc_provider import oidc_provider
@@ -190,3 +195,20 @@ async def test_an_unauthenticated_body_is_not_read(face: Face) -> None:
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\n\r\n{")
     assert b" 401 " in await asyncio.wait_for(reader.readline(), 30)
     writer.close()
+
+
+async def test_refused_callers_are_in_the_audit_log() -> None:
+    store = MemoryStore(SystemClock())
+    recorder = AuditRecorder(store, SystemClock(), source="gateway", process="src-1")
+    async with serving(audit=recorder) as face:
+        for key in (None, KEY[:-1] + "x", KEY[:-1] + "x", ADMIN_KEY, KEY):
+            await face.ask("GET", "/v1/models", None, key=key)
+    await recorder.flush()
+    entries = [load(entry.value, AuditEntry) for entry in (await store.list(PENDING)).entries]
+    assert [(each.method, each.outcome, each.count, each.actor.address) for each in entries] == [
+        ("GET /v1/models", "UNAUTHENTICATED", 1, "127.0.0.1"),
+        ("GET /v1/models", "UNAUTHENTICATED", 2, "127.0.0.1"),
+        ("GET /v1/models", "PERMISSION_DENIED", 1, "127.0.0.1"),
+    ]
+    names = [key.split("_")[1] for key in (KEY, ADMIN_KEY)]
+    assert [each.actor.key for each in entries] == ["", *names]

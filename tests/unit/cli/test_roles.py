@@ -57,6 +57,8 @@ def test_each_role_has_an_address_and_a_folder_of_its_own(state: StateDir, addre
     assert len({each.listen for each in settings}) == len(ROLES)
     assert len({each.state_dir for each in settings}) == len(ROLES)
     assert [each.worker_id for each in settings[3:5]] == ["worker-0", "worker-1"]
+    assert settings[1].audit_key_file == state.secret("audit_key")
+    assert settings[1].audit_dir == state.data("audit")
     assert settings[1].admin_key_file == state.secret("admin_key")
     assert settings[5].http_listen == addresses.of("gateway_http")
     assert {each.admin_key_file for each in (*settings[:1], *settings[2:])} == {None}

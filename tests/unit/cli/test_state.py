@@ -10,7 +10,7 @@ from fairway.cli.errors import CliError
 from fairway.cli.state import Endpoints, StateDir, ensure_secrets, read_json, read_secret, write_private
 from services.runtime.secrets import parse_key
 
-SECRETS = ("admin_key", "internal_token", "ticket_key", "record_keys")
+SECRETS = ("admin_key", "internal_token", "ticket_key", "record_keys", "audit_key")
 
 
 def _mode(path: Path) -> int:

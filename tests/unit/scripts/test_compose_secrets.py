@@ -19,6 +19,7 @@ NAMES = {
     "internal_token",
     "ticket_key",
     "record_keys",
+    "audit_key",
     "redis_password",
     "redis_acl",
     "grafana_password",

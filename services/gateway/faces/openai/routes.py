@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from structlog.contextvars import bound_contextvars
 
+from services.core.audit import Actor, AuditEntry
 from services.core.errors import FairwayError, InternalError
 from services.core.generation import Principal
 from services.gateway.batches.service import BatchService
@@ -84,9 +86,12 @@ from services.gateway.faces.transport.event_stream import (
 from services.gateway.rows.service import RowsService
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
+from services.runtime.audit import AuditRecorder
+from services.runtime.connections import source_of
 from services.runtime.identity import model_not_found, require_tenant
 from services.runtime.process.product import product_version
 from services.runtime.process.tenant_turns import LoopTurns, run_as
+from services.runtime.secrets import claimed_key
 
 log = structlog.get_logger()
 _encode: Final = msgspec.json.Encoder().encode
@@ -130,26 +135,29 @@ def build_app(
     not_ready: Callable[[], str] = lambda: "",
     observe: ObserveExchange = lambda _route, _status, _elapsed_s: None,
     cors_origins: Sequence[str] = (),
+    audit: AuditRecorder | None = None,
 ) -> Starlette:
     """Return the ASGI application.
 
     ``event_secret`` keys the ids of events; the same on every gateway. ``not_ready`` returns why no traffic
     should arrive now, or an empty text. ``observe`` is called for each exchange when it is over. Web pages
     of ``cors_origins`` may call the server. The endpoints with their rules are in ``app.state.endpoints``.
+    ``audit`` records refused callers.
     """
     bodies = BodyReader(limits.max_body_bytes)
     endpoints = endpoints_of(
         service, rows, batches, clock, limits, not_ready, event_secret, responses, bodies=bodies
     )
     problems = _Problems(ids)
-    guards = [_Guard(endpoint, identity, clock, ids, limits, observe) for endpoint in endpoints]
+    callers = _Callers(identity, audit)
+    guards = [_Guard(endpoint, callers, clock, ids, limits, observe) for endpoint in endpoints]
     sockets = SocketFace(
         {
             each.path: guard
             for each, guard in zip(endpoints, guards, strict=True)
             if each.streams and each.method == "POST"
         },
-        SocketRules(lambda sent: tenant_caller(identity, sent), ids.request_id, cors_origins, limits),
+        SocketRules(partial(callers.tenant, f"GET {SOCKET_PATH}"), ids.request_id, cors_origins, limits),
         bodies,
     )
     app = Starlette(
@@ -376,7 +384,7 @@ class _Guard:
     def __init__(
         self,
         endpoint: ApiEndpoint,
-        identity: Authenticator,
+        callers: _Callers,
         clock: Clock,
         ids: IdSource,
         limits: HttpLimits,
@@ -384,7 +392,7 @@ class _Guard:
     ) -> None:
         self._observe = observe
         self._endpoint = endpoint
-        self._identity = identity
+        self._callers = callers
         self._clock = clock
         self._ids = ids
         self._limits = limits
@@ -443,17 +451,29 @@ class _Guard:
     def _authorised(self, exchange: Exchange) -> Exchange:
         if self._endpoint.access is Access.PUBLIC:
             return exchange
-        principal = tenant_caller(self._identity, exchange.headers.credentials())
+        route = f"{self._endpoint.method} {self._endpoint.path}"
+        principal = self._callers.tenant(route, exchange.headers.credentials(), exchange.scope)
         mark_authenticated(exchange.scope)
         run_as(principal.tenant_id)
         return replace(exchange, principal=principal)
 
 
-def tenant_caller(identity: Authenticator, credentials: str | None) -> Principal:
-    """Return the tenant's principal. Raises Unauthenticated, PermissionDenied."""
-    principal = identity.authenticate(credentials)
-    require_tenant(principal)
-    return principal
+@dataclass(frozen=True, slots=True)
+class _Callers:
+    identity: Authenticator
+    audit: AuditRecorder | None
+
+    def tenant(self, route: str, credentials: str | None, scope: Scope) -> Principal:
+        """Return the tenant's principal. Raises Unauthenticated, PermissionDenied."""
+        try:
+            principal = self.identity.authenticate(credentials)
+            require_tenant(principal)
+        except FairwayError as error:
+            if self.audit is not None:
+                actor = Actor(claimed_key(credentials), address=source_of(scope.get("client")))
+                self.audit.add(AuditEntry(route, actor, outcome=error.reason))
+            raise
+        return principal
 
 
 class _Problems:

@@ -281,9 +281,10 @@ def opening_of(scope: Scope, origins: Sequence[str]) -> Opening:
 
 @dataclass(frozen=True, slots=True)
 class SocketRules:
-    """``authorise`` returns the caller of an authorization header's text; raises the errors of a route."""
+    """``authorise`` returns the caller of an authorization header's text on a connection with this scope;
+    raises the errors of a route."""
 
-    authorise: Callable[[str | None], Principal]
+    authorise: Callable[[str | None, Scope], Principal]
     request_id: Callable[[], str]
     origins: Sequence[str]
     limits: HttpLimits
@@ -304,7 +305,7 @@ class SocketFace:
             if connection.draining:
                 raise Draining("this gateway is shutting down; connect again", retry_after_s=_RETRY_S)
             opening = opening_of(scope, self._rules.origins)
-            caller = self._rules.authorise(opening.credentials)
+            caller = self._rules.authorise(opening.credentials, scope)
         except FairwayError as error:
             log.info("socket.rejected", reason=error.reason)
             await self._refuse(scope, send, error)
@@ -384,7 +385,7 @@ class _Socket:
             if text is None:
                 raise _Close(CLOSE_BINARY, "messages are texts")
             try:
-                self._rules.authorise(self._opening.credentials)
+                self._rules.authorise(self._opening.credentials, self._scope)
             except FairwayError as error:
                 raise _Close(CLOSE_UNAUTHORISED, error.message) from None
             try:
