@@ -17,6 +17,7 @@ from typer.models import CommandInfo
 from fairway.cli.commands import (
     accounts,
     batches,
+    certs,
     deployments,
     engines,
     events,
@@ -87,6 +88,7 @@ app.callback(invoke_without_command=True)(_version_option)
 for each in (lifecycle.up, lifecycle.down, lifecycle.service, status, logs, complete, chat):
     app.command()(each)
 app.add_typer(batches.app, name="batches")
+app.add_typer(certs.app, name="certs")
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")

@@ -29,6 +29,8 @@ from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
+from services.rpc.peers import PeerRules, server_credentials
+from services.runtime.certificates import Certificates
 from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
@@ -123,6 +125,14 @@ class RpcService:
     servicer: object
 
 
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """TLS of a server. ``peers``: the rules for certificates of callers; None: callers present none."""
+
+    certificates: Certificates
+    peers: PeerRules | None = None
+
+
 def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
     """Return the interceptors that cover an RPC from its arrival to the status that its caller gets."""
     clock, tracing = telemetry.clock, telemetry.tracing
@@ -142,10 +152,12 @@ class RpcServer:
         new_incident: Callable[[], str],
         authenticate: Authenticate | None = None,
         telemetry: RpcTelemetry | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
-        """Raises ValueError when a method of ``services`` has no access rule."""
+        """Raises ValueError when a method of ``services`` has no access rule. Without ``tls`` it is plain."""
         self._services = services
         self._listen = listen
+        self._tls = tls
         self._health = HealthServicer()
         self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
@@ -166,7 +178,14 @@ class RpcServer:
                 *outermost,
                 LogContext(),
                 ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
-                AccessControl(table, authenticate, internal_token, self._connections, unauthenticated),
+                AccessControl(
+                    table,
+                    authenticate,
+                    internal_token,
+                    self._connections,
+                    unauthenticated,
+                    None if tls is None else tls.peers,
+                ),
                 ReadMessages(limits),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
@@ -183,7 +202,7 @@ class RpcServer:
         reflection.enable_server_reflection((*names, *PUBLIC_SERVICES), self._server)
         await self.set_serving(False)
         try:
-            self.port = self._server.add_insecure_port(self._listen)
+            self.port = self._add_port()
         except RuntimeError as exc:
             raise FailedPrecondition(
                 f"cannot listen on {self._listen}: the port is taken or the address is not this machine's; "
@@ -191,7 +210,14 @@ class RpcServer:
                 listen=self._listen,
             ) from exc
         await self._server.start()
-        log.info("server.started", listen=self._listen, port=self.port, services=names)
+        secured = self._tls is not None
+        log.info("server.started", listen=self._listen, port=self.port, services=names, tls=secured)
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(self._listen)
+        credentials = server_credentials(self._tls.certificates, from_roles=self._tls.peers is not None)
+        return self._server.add_secure_port(self._listen, credentials)
 
     async def guard_connections(self, clock: Clock) -> None:
         """Enforce the bounds on connections of unauthenticated callers until cancelled."""

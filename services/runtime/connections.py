@@ -152,6 +152,21 @@ class ConnectionTable:
             self._all.place(transport, busy=busy, authenticated=authenticated)
             self._sources[source].place(transport, busy=busy, authenticated=authenticated)
 
+    def replace(self, before: Transport, after: Transport) -> bool:
+        """Let the transport of a TLS connection take the place of its TCP one.
+
+        Returns False when the connection was closed meanwhile.
+        """
+        source = self._source_of.pop(before, None)
+        if source is None:
+            after.abort()
+            return False
+        self._source_of[after] = source
+        for pool in (self._all, self._sources[source]):
+            pool.place(before, busy=True, authenticated=False)
+            pool.place(after, busy=False, authenticated=False)
+        return True
+
     def remove(self, transport: Transport) -> None:
         """Remove a connection that has ended. Idempotent."""
         source = self._source_of.pop(transport, None)

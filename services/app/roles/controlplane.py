@@ -56,7 +56,9 @@ def controlplane(environment: Environment) -> Role:
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
-    queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
+    queues = GrpcQueues(
+        open_directory(environment), environment.internal_token, clock, environment.certificates
+    )
     environment.closing.push_async_callback(queues.close)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)

@@ -13,6 +13,7 @@ import errno
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from ssl import SSLContext
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -288,17 +289,75 @@ def _write_unframed(cycle: RequestResponseCycle, size: int) -> None:
 
 
 class _ConnectionGate(asyncio.Protocol):
-    """Admits or rejects a connection before anything is allocated for it."""
+    """Admits or rejects a connection before anything is allocated for it, a TLS handshake included."""
 
-    def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
+    def __init__(
+        self, table: ConnectionTable, make: Callable[[], _Protocol], secure: _Handshakes | None
+    ) -> None:
         self._table = table
         self._make = make
+        self._secure = secure
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._table.admit(transport):
-            protocol = self._make()
-            transport.set_protocol(protocol)
-            protocol.connection_made(transport)
+            if self._secure is None:
+                self._open(transport)
+            else:
+                self._secure.begin(transport, self._table, self._open, self)
+
+    def _open(self, transport: asyncio.Transport) -> None:
+        protocol = self._make()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+
+class _Handshakes:
+    """The TLS handshakes of admitted connections. ``context`` returns the present certificate."""
+
+    def __init__(self, context: Callable[[], SSLContext]) -> None:
+        self._context = context
+        self._running: set[asyncio.Task[None]] = set()
+
+    def begin(
+        self,
+        transport: asyncio.Transport,
+        table: ConnectionTable,
+        opened: Callable[[asyncio.Transport], None],
+        protocol: asyncio.Protocol,
+    ) -> None:
+        """Call ``opened`` with the encrypted transport; a failed handshake ends the connection."""
+        task = asyncio.get_running_loop().create_task(self._shake(transport, table, opened, protocol))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _shake(
+        self,
+        transport: asyncio.Transport,
+        table: ConnectionTable,
+        opened: Callable[[asyncio.Transport], None],
+        protocol: asyncio.Protocol,
+    ) -> None:
+        secured = None
+        try:
+            with contextlib.suppress(OSError, TimeoutError):  # of the peer: it left, or it is no TLS client
+                secured = await asyncio.get_running_loop().start_tls(
+                    transport,
+                    protocol,
+                    self._context(),
+                    server_side=True,
+                    ssl_handshake_timeout=HEAD_TIMEOUT_S,
+                )
+        finally:
+            if secured is None:
+                table.remove(transport)
+                transport.abort()
+        if secured is not None and table.replace(transport, secured):
+            opened(secured)
 
 
 class HttpServer:
@@ -312,8 +371,12 @@ class HttpServer:
         *,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_connections: int = MAX_CONNECTIONS,
+        context: Callable[[], SSLContext] | None = None,
     ) -> None:
-        """``port`` 0 takes a free port; after the start, ``port`` is the actual one."""
+        """``port`` 0 takes a free port; after the start, ``port`` is the actual one.
+
+        ``context`` returns the TLS of a new connection; None: plain.
+        """
         self.host = host
         self.port = port
         self.table = ConnectionTable(
@@ -322,6 +385,7 @@ class HttpServer:
             max_unauthenticated=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
+        self._handshakes = None if context is None else _Handshakes(context)
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
         self._slices = LoopTurns(SLICES_PER_TURN)
@@ -365,7 +429,8 @@ class HttpServer:
         return len(self.table)
 
     def _door(self, **kwargs: Any) -> _ConnectionGate:
-        return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+        make = partial(_Protocol, self.table, self._max_body_bytes, **kwargs)
+        return _ConnectionGate(self.table, make, self._handshakes)
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
         turns = self._paced.turns, self._slices
@@ -388,6 +453,8 @@ class HttpServer:
         began_s = asyncio.get_running_loop().time()
         for server in self._server.servers:
             server.close()
+        if self._handshakes is not None:
+            await self._handshakes.close()
         # uvicorn would close WebSockets at once, before their last events.
         self.drain()
         with contextlib.suppress(TimeoutError):
