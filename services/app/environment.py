@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
@@ -19,7 +18,6 @@ from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
-from services.rpc.peers import PeerRules, callers_table
 from services.rpc.server import RpcServer, RpcService, RpcTelemetry, ServerTls
 from services.runtime.certificates import Certificates, FolderCertificates
 from services.runtime.clock import SystemClock
@@ -125,7 +123,7 @@ class Environment:
                 self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None,
                 self.request_lines,
             ),
-            tls=self._server_tls(services),
+            tls=self._server_tls(),
         )
         self.supervisor.spawn("connections", server.guard_connections(self.clock))
         return server
@@ -150,11 +148,11 @@ class Environment:
             )
         return found
 
-    def _server_tls(self, services: Sequence[RpcService]) -> ServerTls | None:
+    def _server_tls(self) -> ServerTls | None:
         """Return the TLS of the gRPC server: a gateway's is for clients, all others are for roles."""
         if self.role == "gateway":
             certificates = self.client_tls(self.settings.listen)
-            return None if certificates is None else ServerTls(certificates)
+            return None if certificates is None else ServerTls(certificates, self.clock, from_roles=False)
         if self.certificates is None:
             self.settings.secures("auto", self.settings.listen)
             return None
@@ -163,8 +161,7 @@ class Environment:
             "Calls refused for the certificate of their connection, which the handshake had accepted",
             ("reason",),
         )
-        callers = callers_table(service.descriptor for service in services)
-        return ServerTls(self.certificates, PeerRules(callers, self.certificates, self.clock, refused.add))
+        return ServerTls(self.certificates, self.clock, refused=refused.add)
 
     async def sync(self, timeout_s: float = 20.0) -> None:
         """Start the views and return once each is listed. They contain this process's earlier writes.

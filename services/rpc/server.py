@@ -29,7 +29,7 @@ from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
-from services.rpc.peers import PeerRules, server_credentials
+from services.rpc.peers import PeerRules, callers_table, server_credentials
 from services.runtime.certificates import Certificates
 from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
@@ -127,10 +127,15 @@ class RpcService:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """TLS of a server. ``peers``: the rules for certificates of callers; None: callers present none."""
+    """TLS of a server. ``from_roles``: callers present a certificate of the installation; otherwise none.
+
+    ``refused`` is called with the reason of each call whose certificate is refused after the handshake.
+    """
 
     certificates: Certificates
-    peers: PeerRules | None = None
+    clock: Clock
+    from_roles: bool = True
+    refused: Callable[[str], None] = lambda reason: None
 
 
 def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
@@ -154,7 +159,9 @@ class RpcServer:
         telemetry: RpcTelemetry | None = None,
         tls: ServerTls | None = None,
     ) -> None:
-        """Raises ValueError when a method of ``services`` has no access rule. Without ``tls`` it is plain."""
+        """Raises ValueError when a method of ``services`` has no access rule, or is for services and names no
+        callers. Without ``tls`` it is plain.
+        """
         self._services = services
         self._listen = listen
         self._tls = tls
@@ -162,6 +169,10 @@ class RpcServer:
         self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
+        callers = callers_table(descriptors)
+        peers = None
+        if tls is not None and tls.from_roles:
+            peers = PeerRules(callers, tls.certificates, tls.clock, tls.refused)
         limits = {
             f"/{each.full_name}/{method.name}": limits_of(method)
             for each in descriptors
@@ -184,7 +195,7 @@ class RpcServer:
                     internal_token,
                     self._connections,
                     unauthenticated,
-                    None if tls is None else tls.peers,
+                    peers,
                 ),
                 ReadMessages(limits),
             ),
@@ -216,7 +227,7 @@ class RpcServer:
     def _add_port(self) -> int:
         if self._tls is None:
             return self._server.add_insecure_port(self._listen)
-        credentials = server_credentials(self._tls.certificates, from_roles=self._tls.peers is not None)
+        credentials = server_credentials(self._tls.certificates, from_roles=self._tls.from_roles)
         return self._server.add_secure_port(self._listen, credentials)
 
     async def guard_connections(self, clock: Clock) -> None:
