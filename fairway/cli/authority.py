@@ -207,23 +207,10 @@ class Authority:
     def _add(self, number: int, trust_domain: str) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{trust_domain} authority {number}")])
-        usage = dict.fromkeys(
-            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
-        )
         certificate = (
             self._builder(name, name, key.public_key(), timedelta(days=AUTHORITY_DAYS))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(
-                x509.KeyUsage(
-                    digital_signature=False,
-                    key_cert_sign=True,
-                    crl_sign=True,
-                    encipher_only=False,
-                    decipher_only=False,
-                    **usage,
-                ),
-                critical=True,
-            )
+            .add_extension(_usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(
                 x509.NameConstraints([x509.UniformResourceIdentifier(trust_domain)], None), critical=True
@@ -241,6 +228,7 @@ class Authority:
         certificate = (
             self._builder(x509.Name([]), signer.certificate.subject, key.public_key(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs_certificates=False), critical=True)
             .add_extension(sans, critical=True)
             .add_extension(usages, critical=False)
             .add_extension(authority, critical=False)
@@ -324,6 +312,20 @@ class Authority:
                 exit_code=ExitCode.NOT_RUNNING,
             )
         return found
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _trust_domain(signer: _Signer) -> str:

@@ -24,6 +24,7 @@ from fairway.tls import SpiffeId
 from services.core.errors import FailedPrecondition
 from services.runtime.certificates import Certificates, renewed_context
 from services.runtime.connections import ConnectionTable, head_problem
+from services.runtime.tls_gate import TlsGate
 
 log = structlog.get_logger()
 
@@ -71,12 +72,13 @@ class TelemetryServer:
         self._problems = problems
         self._notices = notices
         self._certificates = certificates
-        self._context = (
-            None if certificates is None else renewed_context(certificates, server=True, verify_peer=True)
-        )
         self._timeout_s = timeout_s
         self._head_timeout_s = head_timeout_s
         self._table = ConnectionTable(MAX_CONNECTIONS, MAX_PER_SOURCE)
+        self._tls: TlsGate | None = None
+        if certificates is not None:
+            context = renewed_context(certificates, server=True, verify_peer=True)
+            self._tls = TlsGate(self._table, context, head_timeout_s)
         self._rendering = asyncio.Lock()
         self._begun = 0  # number of texts begun
         self._texts: dict[str, _Text] = {}  # the last one by content type; there are two
@@ -92,7 +94,7 @@ class TelemetryServer:
         """Listen. Raises FailedPrecondition when the address cannot be bound."""
         host, _, port = self._listen.rpartition(":")
         try:
-            self._server = await asyncio.start_server(self._serve, host, int(port), limit=MAX_HEAD_BYTES)
+            self._server = await asyncio.get_running_loop().create_server(self._door, host, int(port))
         except OSError as exc:
             raise FailedPrecondition(
                 f"cannot listen on {self._listen}: {exc.strerror}; "
@@ -107,10 +109,19 @@ class TelemetryServer:
         server, self._server = self._server, None
         if server is not None:
             server.close()
+        if self._tls is not None:
+            await self._tls.close()
+
+    def _door(self) -> asyncio.Protocol:
+        def make() -> asyncio.Protocol:
+            reader = asyncio.StreamReader(limit=MAX_HEAD_BYTES)
+            return asyncio.StreamReaderProtocol(reader, self._serve)
+
+        return make() if self._tls is None else self._tls.protocol(make)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.transport
-        if not self._table.admit(connection):
+        if self._tls is None and not self._table.admit(connection):
             return
         try:
             # A peer that disconnects, stalls or sends an invalid head gets no response, or part of one.
@@ -122,8 +133,6 @@ class TelemetryServer:
                 UnicodeDecodeError,
             ):
                 async with asyncio.timeout(self._head_timeout_s):
-                    if self._context is not None:
-                        await writer.start_tls(self._context())
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 self._table.update(connection, busy=True, authenticated=False)
                 async with asyncio.timeout(self._timeout_s):

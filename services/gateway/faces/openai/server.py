@@ -27,6 +27,7 @@ from services.gateway.faces.openai.exchange import Receive, Scope, Send, takes_a
 from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
 from services.runtime.connections import ConnectionTable, accepted_bytes, head_problem, source_of
 from services.runtime.process.tenant_turns import LoopTurns
+from services.runtime.tls_gate import TlsGate
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
@@ -289,75 +290,17 @@ def _write_unframed(cycle: RequestResponseCycle, size: int) -> None:
 
 
 class _ConnectionGate(asyncio.Protocol):
-    """Admits or rejects a connection before anything is allocated for it, a TLS handshake included."""
+    """Admits or rejects a connection before anything is allocated for it."""
 
-    def __init__(
-        self, table: ConnectionTable, make: Callable[[], _Protocol], secure: _Handshakes | None
-    ) -> None:
+    def __init__(self, table: ConnectionTable, make: Callable[[], _Protocol]) -> None:
         self._table = table
         self._make = make
-        self._secure = secure
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if self._table.admit(transport):
-            if self._secure is None:
-                self._open(transport)
-            else:
-                self._secure.begin(transport, self._table, self._open, self)
-
-    def _open(self, transport: asyncio.Transport) -> None:
-        protocol = self._make()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
-
-
-class _Handshakes:
-    """The TLS handshakes of admitted connections. ``context`` returns the present certificate."""
-
-    def __init__(self, context: Callable[[], SSLContext]) -> None:
-        self._context = context
-        self._running: set[asyncio.Task[None]] = set()
-
-    def begin(
-        self,
-        transport: asyncio.Transport,
-        table: ConnectionTable,
-        opened: Callable[[asyncio.Transport], None],
-        protocol: asyncio.Protocol,
-    ) -> None:
-        """Call ``opened`` with the encrypted transport; a failed handshake ends the connection."""
-        task = asyncio.get_running_loop().create_task(self._shake(transport, table, opened, protocol))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def close(self) -> None:
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-
-    async def _shake(
-        self,
-        transport: asyncio.Transport,
-        table: ConnectionTable,
-        opened: Callable[[asyncio.Transport], None],
-        protocol: asyncio.Protocol,
-    ) -> None:
-        secured = None
-        try:
-            with contextlib.suppress(OSError, TimeoutError):  # of the peer: it left, or it is no TLS client
-                secured = await asyncio.get_running_loop().start_tls(
-                    transport,
-                    protocol,
-                    self._context(),
-                    server_side=True,
-                    ssl_handshake_timeout=HEAD_TIMEOUT_S,
-                )
-        finally:
-            if secured is None:
-                table.remove(transport)
-                transport.abort()
-        if secured is not None and table.replace(transport, secured):
-            opened(secured)
+            protocol = self._make()
+            transport.set_protocol(protocol)
+            protocol.connection_made(transport)
 
 
 class HttpServer:
@@ -385,7 +328,7 @@ class HttpServer:
             max_unauthenticated=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
-        self._handshakes = None if context is None else _Handshakes(context)
+        self._tls = None if context is None else TlsGate(self.table, context, HEAD_TIMEOUT_S)
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
         self._slices = LoopTurns(SLICES_PER_TURN)
@@ -428,9 +371,9 @@ class HttpServer:
         """How many connections are open."""
         return len(self.table)
 
-    def _door(self, **kwargs: Any) -> _ConnectionGate:
+    def _door(self, **kwargs: Any) -> asyncio.Protocol:
         make = partial(_Protocol, self.table, self._max_body_bytes, **kwargs)
-        return _ConnectionGate(self.table, make, self._handshakes)
+        return _ConnectionGate(self.table, make) if self._tls is None else self._tls.protocol(make)
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
         turns = self._paced.turns, self._slices
@@ -453,8 +396,8 @@ class HttpServer:
         began_s = asyncio.get_running_loop().time()
         for server in self._server.servers:
             server.close()
-        if self._handshakes is not None:
-            await self._handshakes.close()
+        if self._tls is not None:
+            await self._tls.close()
         # uvicorn would close WebSockets at once, before their last events.
         self.drain()
         with contextlib.suppress(TimeoutError):
