@@ -78,7 +78,7 @@ class Issued:
 def opened_authority(root: Path) -> Iterator[Authority]:
     """Yield the authority in a folder, with the system's time. Only one process has it at a time."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (root / ".lock").open("w") as lock:
+    with (root / ".lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Authority(root, lambda: datetime.now(UTC))
 

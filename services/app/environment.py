@@ -13,13 +13,12 @@ import structlog
 from fairway.log_stream import LogStream
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.threads import in_thread
-from services.adapters.workload_certificates import WorkloadCertificates
 from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.server import RpcServer, RpcService, RpcTelemetry, ServerTls
-from services.runtime.certificates import Certificates, FolderCertificates
+from services.runtime.certificates import Certificates, FolderCertificates, WorkloadCertificates
 from services.runtime.clock import SystemClock
 from services.runtime.config import ConfigError, Settings, read_secret
 from services.runtime.fleet_state.guarded_store import GuardedStore

@@ -14,9 +14,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from fairway.tls import TlsIdentity
-from services.adapters.workload_certificates import WorkloadCertificates
 from services.rpc.channel import channel_credentials
-from services.runtime.certificates import FolderCertificates
+from services.runtime.certificates import FolderCertificates, WorkloadCertificates
 from services.runtime.clock import SystemClock
 from services.runtime.config import ConfigError, Settings, load
 

@@ -29,7 +29,6 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.redis.limiter import RedisLimiter
 from services.adapters.redis.topologies import RedisAccess
-from services.adapters.workload_certificates import WorkloadCertificates
 from services.core.errors import InvalidInput, StoreUnavailable
 from services.gateway.faces.openai.server import HttpServer
 from services.ports.store import KeyChanged, Put
@@ -37,7 +36,7 @@ from services.ports.streams import StreamLost
 from services.rpc.channel import RoleChannel
 from services.rpc.methods import EXECUTE, FOLLOW
 from services.rpc.server import GrpcServerStream, RpcServer, RpcService, ServerTls
-from services.runtime.certificates import FolderCertificates, renewed_context
+from services.runtime.certificates import FolderCertificates, WorkloadCertificates, renewed_context
 from services.runtime.clock import SystemClock
 from services.runtime.config import ConfigError
 from services.runtime.telemetry.metrics import Metrics
@@ -81,7 +80,7 @@ class Rig:
         service = RpcService(
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
-            Echo(),
+            Echo(),  # type: ignore[abstract]
         )
         self.server = RpcServer(
             [service],
@@ -476,7 +475,7 @@ async def test_a_workload_api_is_a_source_like_the_files(tmp_path: Path) -> None
     first = identity_of(authority, "worker")
     agent.changed.append(lambda: svid(first))
     server = grpc.server(ThreadPoolExecutor(2))
-    workload_pb2_grpc.add_SpiffeWorkloadAPIServicer_to_server(agent, server)
+    workload_pb2_grpc.add_SpiffeWorkloadAPIServicer_to_server(agent, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(socket)
     server.start()
     source = await asyncio.to_thread(WorkloadCertificates, socket)

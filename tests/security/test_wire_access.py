@@ -136,7 +136,8 @@ async def test_the_refusal_of_a_role_names_those_that_may(served: Served) -> Non
 async def test_health_is_for_every_role(served: Served) -> None:
     for role in ("worker", "operator"):
         async with served.channel(identity_of(served.authority, role)) as channel:
-            assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10) == b"\x08\x02"
+            check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert await check(b"", timeout=10) == b"\x08\x02"
 
 
 async def test_a_revoked_certificate_opens_nothing_from_the_next_call_on(served: Served) -> None:

@@ -45,10 +45,7 @@ def _init(
     trust_domain: Annotated[str, typer.Option(help="First part of every id.")] = TRUST_DOMAIN,
     state_dir: FolderOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Make the authority that issues an installation's certificates, unless there is one.
-
-    Its certificates are accepted only for ids of its trust domain.
-    """
+    """Make the authority of an installation's certificates, unless there is one."""
     with _authority(state_dir) as authority:
         authority.create(trust_domain)
         plain(out(), f"the authority is in {authority.root / 'authority'}")
@@ -63,10 +60,9 @@ def _issue(
     due: Annotated[bool, typer.Option("--due", help="Keep one that has a third of its life left.")] = False,
     state_dir: FolderOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Make a certificate for each name, in a folder of the name: FAIRWAY_TLS_DIR of that process.
+    """Make a certificate for each name, in a folder of that name: FAIRWAY_TLS_DIR of the process.
 
-    Servers are reached by localhost, by their names and by what --dns and --ip add. Copy no folder but the
-    process's own to its machine, and keep the folder authority where it is.
+    It names localhost, the process, and what --dns and --ip add.
     """
     with _authority(state_dir) as authority:
         for name in names or [role]:
@@ -93,10 +89,9 @@ def _rotate(
     ] = PAUSE_S,
     state_dir: FolderOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Renew every certificate that is not revoked. Running processes read the files again by themselves.
+    """Renew every certificate that is not revoked. Running processes read the files again.
 
-    With --ca: both authorities are trusted, then all certificates are issued by the second one, then the
-    first is not trusted any more. Where folders were copied to other machines, copy them within the --pause.
+    With --ca: both authorities are trusted, the second issues all certificates, the first is distrusted.
     """
     with _authority(state_dir) as authority:
         if not ca:

@@ -56,10 +56,7 @@ def controlplane(environment: Environment) -> Role:
     limiter = open_redis(environment)
     service = ControlPlaneService(store, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
-    queues = GrpcQueues(
-        open_directory(environment), environment.internal_token, clock, environment.certificates
-    )
-    environment.closing.push_async_callback(queues.close)
+    queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
@@ -104,6 +101,13 @@ def controlplane(environment: Environment) -> Role:
         identity=keys,
     )
     return Role(server, start=start, checks=_checks(rounds, ledger))
+
+
+def _open_queues(environment: Environment) -> GrpcQueues:
+    token, schedulers = environment.internal_token, open_directory(environment)
+    queues = GrpcQueues(schedulers, token, environment.clock, environment.certificates)
+    environment.closing.push_async_callback(queues.close)
+    return queues
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

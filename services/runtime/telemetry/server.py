@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 from fairway.tls import SpiffeId
 from services.core.errors import FailedPrecondition
 from services.runtime.certificates import Certificates, renewed_context
-from services.runtime.connections import ConnectionTable, head_problem
-from services.runtime.tls_gate import TlsGate
+from services.runtime.connections import ConnectionTable, TlsGate, head_problem
 
 log = structlog.get_logger()
 

@@ -25,9 +25,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send, takes_answer
 from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
-from services.runtime.connections import ConnectionTable, accepted_bytes, head_problem, source_of
+from services.runtime.connections import (
+    ConnectionTable,
+    TlsGate,
+    accepted_bytes,
+    head_problem,
+    source_of,
+)
 from services.runtime.process.tenant_turns import LoopTurns
-from services.runtime.tls_gate import TlsGate
 
 MAX_HEAD_BYTES: Final = 32 * 1024
 MAX_BODY_BYTES: Final = 8 * 1024**2
