@@ -18,7 +18,7 @@ from tests.support.stack import Stack, fairway, metadata
 
 
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def secured(installations: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     state = tmp_path_factory.mktemp("secured") / "state"
     with Stack.started(state, workers=1, replicas=1, options=("--host", "0.0.0.0")) as running:
         yield running
@@ -26,7 +26,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def complete(stack: Stack) -> str:
     """Return the text of one completion over HTTPS."""
-    body = json.dumps({"model": stack.model, "prompt": "def f(n):", "max_tokens": 8}).encode()
+    body = json.dumps(
+        {"model": stack.model, "prompt": "def f(n):", "max_tokens": 8, "temperature": 0}
+    ).encode()
     headers = {"Authorization": f"Bearer {stack.api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{stack.http}/v1/completions", body, headers)
     trusted = ssl.create_default_context(cafile=Path(stack.endpoints["tls_dir"]) / "ca.crt")

@@ -417,7 +417,7 @@ def test_gateways_listen_beyond_loopback_with_a_warning(installation: Installati
     private = (endpoints.registry, endpoints.controlplane, endpoints.scheduler, *endpoints.workers)
     assert not any(map(answers, private))
     assert installation.run("down").returncode == 0
-    loopback = installation.run("up", "--detach", "--host", "127.0.0.1")
+    loopback = installation.run("up", "--detach", "--host", "127.0.0.1", "--secure")
     assert "warning" not in loopback.stderr
     assert not answers(installation.endpoints().http)
 
