@@ -127,6 +127,7 @@ async def check(channel: grpc.aio.Channel) -> bytes:
 
 
 async def test_streams_go_on_over_rotations_and_new_ones_have_the_new_certificates(rig: Rig) -> None:
+    before = {each: each.current() for each in (rig.server_certificates, rig.certificates)}
     channel = RoleChannel(rig.address, "worker", rig.certificates)
     first = await rig.stream()
     await echo(first)
@@ -146,8 +147,11 @@ async def test_streams_go_on_over_rotations_and_new_ones_have_the_new_certificat
     for stream in (first, second, third):
         await echo(stream)
     assert await check(channel())
-    roots = rig.server_certificates.current().roots_pem
-    assert roots.count(b"BEGIN") == 1
+    for source, old in before.items():
+        present = source.current()
+        assert present.leaf.serial != old.leaf.serial
+        assert present.roots_pem.count(b"BEGIN") == 1
+        assert present.roots_pem != old.roots_pem
     for stream in (first, second, third):
         await stream.close()
     await channel.close()

@@ -137,7 +137,7 @@ def test_a_file_of_secrets_has_one_per_line(tmp_path: Path) -> None:
     ],
 )
 def test_ports_beyond_loopback_have_tls(listen: str, given: dict[str, str], secured: bool | None) -> None:
-    settings = config.load({f"FAIRWAY_{name.upper()}": value for name, value in given.items()})
+    settings = load({f"FAIRWAY_{name.upper()}": value for name, value in given.items()})
     if secured is None:
         with pytest.raises(ConfigError, match=r"FAIRWAY_TLS_DIR .*FAIRWAY_INSECURE=true"):
             settings.secures(settings.client_tls, listen)
