@@ -32,7 +32,7 @@ import uvloop
 
 from bench.overhead import Target, quantile
 from bench.stack import MODEL, NullStack, metric_sum
-from fairway.client import AdminClient
+from fairway.client import AdminClient, tls_credentials
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2_grpc
 
@@ -111,7 +111,10 @@ async def measure(stack: NullStack, state: Path, pairs: int, round_s: float) -> 
     found: dict[str, float] = {}
     async with (
         AdminClient(
-            endpoints["controlplane"], admin_key=endpoints["admin_key"], registry=endpoints["registry"]
+            endpoints["controlplane"],
+            admin_key=endpoints["admin_key"],
+            registry=endpoints["registry"],
+            credentials=tls_credentials(endpoints["tls_dir"]),
         ) as admin,
         grpc.aio.insecure_channel(stack.grpc) as channel,
     ):

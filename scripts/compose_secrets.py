@@ -1,4 +1,6 @@
-"""Make the secrets of docker-compose.yml, and the .env with their owner. Standard library only.
+"""Make the secrets of docker-compose.yml, the folders for its certificates, and the .env with their owner.
+
+Standard library only: a container makes the certificates.
 
     python3 scripts/compose_secrets.py [--state DIR] [--env FILE]
 
@@ -21,6 +23,25 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 STATE: Final = ROOT / ".fairway" / "compose"
 CONTAINER_ID: Final = 10001
 BYTES: Final = 32
+# A folder that does not exist when it is mounted would be made by the engine, for root.
+CERTIFICATES: Final = (
+    "registry",
+    "controlplane",
+    "controlplane-1",
+    "scheduler",
+    "scheduler-1",
+    "gateway",
+    "gateway-1",
+    "worker-0",
+    "worker-1",
+    "worker-2",
+    "worker-3",
+    "worker-vllm",
+    "operator",
+    "monitor",
+    "etcd",
+    "redis",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -40,8 +61,8 @@ def main(argv: list[str]) -> None:
 
 def make_secrets(state: Path, owner: tuple[int, int]) -> list[str]:
     """Return the names of the secrets that were made. Each is mode 0600 and the owner's afterwards."""
-    folder = state / "secrets"
-    for each in (state, folder):
+    folder, certs = state / "secrets", state / "certs"
+    for each in (state, folder, certs, *(certs / name for name in CERTIFICATES)):
         each.mkdir(parents=True, exist_ok=True)
         each.chmod(0o700)
         _give(each, owner)

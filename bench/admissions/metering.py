@@ -22,7 +22,7 @@ from typing import Final
 from bench.admissions.http_load import HttpConnection, HttpTarget
 from bench.overhead import quantile
 from bench.stack import free_port, metric_sum
-from fairway.client import AdminClient
+from fairway.client import AdminClient, tls_credentials
 from fairway.client.admin.admin import UsageRecords
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import usage_pb2
@@ -76,7 +76,10 @@ def installation(state: Path) -> Iterator[Installation]:
 async def metering(found: Installation) -> dict[str, float]:
     """Return ``device_seconds_ratio`` and ``usage_fresh_s``."""
     timed = asyncio.Event()
-    async with AdminClient(found.controlplanes, admin_key=found.admin_key, registry=found.registry) as admin:
+    credentials = tls_credentials(found.state / "certs" / "operator")
+    async with AdminClient(
+        found.controlplanes, admin_key=found.admin_key, registry=found.registry, credentials=credentials
+    ) as admin:
         async with asyncio.TaskGroup() as group:
             for _ in range(CONNECTIONS):
                 group.create_task(_load(found.target, until=timed))

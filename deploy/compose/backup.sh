@@ -25,7 +25,8 @@ state=${FLEET_STATE:-${state:-.fairway/compose}}
 take() { docker cp "$($COMPOSE ps -q "$1"):$2" "$3"; }
 
 echo "etcd: models, tags, tenants, keys, deployments"
-$COMPOSE exec -T etcd etcdctl --endpoints=http://127.0.0.1:2379 snapshot save /var/lib/etcd/backup.db >/dev/null
+$COMPOSE exec -T etcd etcdctl --endpoints=https://127.0.0.1:2379 --cacert=/run/fairway/tls/ca.crt --cert=/run/fairway/tls/tls.crt \
+  --key=/run/fairway/tls/tls.key snapshot save /var/lib/etcd/backup.db >/dev/null
 take etcd /var/lib/etcd/backup.db "$folder/etcd.db"
 
 # After etcd: what its snapshot refers to was stored before, and chunks never change.
@@ -42,7 +43,8 @@ echo "files of batches"
 take gateway /var/lib/fairway-files/. - >"$folder/files.tar"
 
 echo "redis: quotas and idempotency records"
-redis() { $COMPOSE exec -T redis redis-cli --no-auth-warning -a "$(cat "$state/secrets/redis_password")" "$@"; }
+redis() { $COMPOSE exec -T redis redis-cli --tls --cacert /run/fairway/tls/ca.crt --cert /run/fairway/tls/tls.crt \
+  --key /run/fairway/tls/tls.key --no-auth-warning -a "$(cat "$state/secrets/redis_password")" "$@"; }
 percentage=$(redis CONFIG GET auto-aof-rewrite-percentage | tail -n 1)
 trap 'redis CONFIG SET auto-aof-rewrite-percentage "$percentage" >/dev/null' EXIT
 # A rewrite in the middle of the copy would take away files that the copied manifest names.

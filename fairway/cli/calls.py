@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -10,10 +11,11 @@ from typing import Final, TypeVar
 import grpc
 
 from fairway.cli.errors import CliError, ExitCode
-from fairway.client import AdminClient, ClientOptions, RetryPolicy
+from fairway.client import AdminClient, ClientOptions, RetryPolicy, tls_credentials
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
 from fairway.client.publish.publish import Base, Published, PublishProgress, PublishRefused
+from fairway.tls import CERTIFICATE, CertificateProblem, read_folder
 
 T = TypeVar("T")
 PHASE_VERBS: Final = {"hash": "hashing", "upload": "uploading", "create": "registering", "done": "registered"}
@@ -23,15 +25,49 @@ CONNECT_S: Final = 5.0
 RETRY: Final = RetryPolicy(max_attempts=3)
 
 
+def credentials_of(tls_dir: Path | None) -> grpc.ChannelCredentials | None:
+    """Return the credentials in a folder, None without one. Raises CliError."""
+    try:
+        return None if tls_dir is None else tls_credentials(tls_dir)
+    except OSError as exc:
+        raise CliError(
+            "NO_CERTIFICATE",
+            f"cannot read {exc.filename}: {exc.strerror}",
+            next_step="`fairway certs issue operator` makes a certificate; FAIRWAY_TLS_DIR names its folder",
+            exit_code=ExitCode.UNAUTHENTICATED,
+        ) from exc
+
+
+def certificate_problem(tls_dir: Path | None) -> str:
+    """Return why servers refuse the certificate in a folder, as far as it shows; empty without a reason."""
+    if tls_dir is None or not (tls_dir / CERTIFICATE).exists():
+        return ""
+    try:
+        identity = read_folder(tls_dir)
+    except CertificateProblem as exc:
+        return str(exc)
+    return identity.leaf.problem(time.time()) or identity.issuer_problem()
+
+
 def admin_client(
-    controlplane: str = "", registry: str = "", *, admin_key: str, call_s: float = CALL_TIMEOUT_S
+    controlplane: str = "",
+    registry: str = "",
+    *,
+    admin_key: str,
+    call_s: float = CALL_TIMEOUT_S,
+    tls_dir: Path | None = None,
 ) -> AdminClient:
-    """Return a client, not yet entered, for one host:port or several separated by commas. Raises CliError."""
+    """Return a client, not yet entered, for one host:port or several separated by commas.
+
+    ``tls_dir``: the folder of its certificate; None: the servers are without TLS. Raises CliError.
+    """
+    credentials = credentials_of(tls_dir)
     try:
         return AdminClient(
             _addresses(controlplane),
             admin_key=admin_key,
             registry=_addresses(registry),
+            credentials=credentials,
             options=ClientOptions(
                 timeout_s=call_s, connect_timeout_s=CONNECT_S, wait_for_ready=False, retry=RETRY
             ),

@@ -73,12 +73,13 @@ def _completions(ctx: typer.Context, incomplete: str, read: _Read) -> list[str]:
 async def _query(ctx: typer.Context, read: _Read) -> Iterable[str]:
     state_dir = Path(ctx.params.get("state_dir") or targets.DEFAULT_STATE_DIR)
     key = str(ctx.params.get("admin_key") or "")
-    wanted = {}
+    wanted, tls_dir = {}, None
     for server, find in (("controlplane", targets.controlplane), ("registry", targets.registry)):
         try:
             target = find(str(ctx.params.get(server) or ""), key, state_dir)
         except CliError:
             continue  # the command has no option for it
-        wanted[server], key = target.address, target.key
-    async with asyncio.timeout(TIMEOUT_S), admin_client(**wanted, admin_key=key, call_s=TIMEOUT_S) as admin:
+        wanted[server], key, tls_dir = target.address, target.key, target.tls_dir
+    client = admin_client(**wanted, admin_key=key, call_s=TIMEOUT_S, tls_dir=tls_dir)
+    async with asyncio.timeout(TIMEOUT_S), client as admin:
         return await read(admin)

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from fairway.cli import targets
-from fairway.cli.calls import CALL_TIMEOUT_S, admin_client
+from fairway.cli.calls import CALL_TIMEOUT_S, admin_client, certificate_problem
+from fairway.cli.errors import CliError
 from fairway.cli.flags import timeout_s
 from fairway.cli.targets import (
     DEFAULT_STATE_DIR,
@@ -145,6 +146,13 @@ async def _connected(
         registry=target.address if is_registry else "",
         admin_key=target.key,
         call_s=CALL_TIMEOUT_S if timeout_s is None else timeout_s,
+        tls_dir=target.tls_dir,
     )
     async with client as admin:
-        await run(Connection(admin, timeout_s), **values)
+        try:
+            await run(Connection(admin, timeout_s), **values)
+        except CliError as exc:
+            # A server that refuses a certificate closes the connection without a reason.
+            if exc.reason == "UNAVAILABLE" and (problem := certificate_problem(target.tls_dir)):
+                exc.message = f"{exc.message}; {problem}"
+            raise

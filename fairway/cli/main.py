@@ -18,6 +18,7 @@ from fairway.cli.commands import (
     accounts,
     audit,
     batches,
+    certs,
     deployments,
     engines,
     events,
@@ -89,6 +90,7 @@ app.callback(invoke_without_command=True)(_version_option)
 for each in (lifecycle.up, lifecycle.down, lifecycle.service, status, logs, complete, chat):
     app.command()(each)
 app.add_typer(batches.app, name="batches")
+app.add_typer(certs.app, name="certs")
 app.add_typer(models.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")

@@ -57,6 +57,16 @@ class StateDir:
         return self.root / "secrets"
 
     @property
+    def certs(self) -> Path:
+        """The certificate authority, and a folder with the certificate of each process."""
+        return self.root / "certs"
+
+    @property
+    def operator_certs(self) -> Path:
+        """The certificate of this machine's command line."""
+        return self.certs / "operator"
+
+    @property
     def sockets(self) -> Path:
         """Folder of the stores' Unix sockets: below /tmp if the installation's path is unsuitable."""
         inside = self.root / "sockets"
@@ -130,7 +140,7 @@ class StateDir:
 
         Raises CliError when that is not possible, or another user owns one of them.
         """
-        inside = (self.logs, self.secrets, self.root / "state", self.root / "sockets")
+        inside = (self.logs, self.secrets, self.certs, self.root / "state", self.root / "sockets")
         with self.writing():
             open_before = self.root.exists() and _is_open(self.root)
             if open_before and not self._is_installation():
@@ -151,7 +161,7 @@ class StateDir:
         """Whether the folder is, or may become, an installation's: modes of other folders are not changed."""
         if self.root.stat().st_mode & stat.S_ISVTX:
             return False
-        own = {"logs", "secrets", "sockets", "state"}
+        own = {"certs", "logs", "secrets", "sockets", "state"}
         found = {path.name for path in self.root.iterdir()}
         return self.root.name == ".fairway" or "secrets" in found or found <= own
 
@@ -265,6 +275,8 @@ class Endpoints:
     # By process: the server of /metrics, /healthz and /readyz.
     metrics: dict[str, str] = field(default_factory=dict)
     supervisor_pid: int = 0  # 0: unknown
+    # Folder of the operator's certificate; "": roles serve without TLS.
+    tls_dir: str = ""
     # By process.
     pids: dict[str, int] = field(default_factory=dict)
 

@@ -5,7 +5,8 @@ A command for another server than the local installation's uses the login where 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -56,28 +57,33 @@ AdminKeyOption = Annotated[
     str, typer.Option("--admin-key", envvar="FAIRWAY_ADMIN_KEY", help="Operator's key.", show_default=False)
 ]
 DEFAULT_STATE_DIR = Path(".fairway")
+TLS_DIR = "FAIRWAY_TLS_DIR"  # variable with the folder of the caller's certificate
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The address of a server and the key for it; an empty key: the login."""
+    """The address of a server and the key for it; an empty key: the login.
+
+    ``tls_dir``: the folder with the certificate of the caller and the authorities; None: it is without TLS.
+    """
 
     address: str
     key: str
+    tls_dir: Path | None = None
 
 
 def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError if neither flags, environment nor file name one."""
     found = _endpoints(state_dir)
     known = (_several(found.gateways, found.grpc), found.api_key) if found else ("", "")
-    return _target("gateway", address, api_key, known)
+    return _target("gateway", address, api_key, known, _of_clients(found, state_dir))
 
 
 def http_api(url: str, api_key: str, state_dir: Path) -> Target:
     """Return the HTTP API to call; its address is a URL. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.http, found.api_key) if found else ("", "")
-    target = _target("http", url, api_key, known)
+    target = _target("http", url, api_key, known, _of_clients(found, state_dir))
     try:
         login = None if target.key else valid_login(login_file())
     except LoginFailed as exc:
@@ -87,21 +93,21 @@ def http_api(url: str, api_key: str, state_dir: Path) -> Target:
             next_step="log in again with `fairway login`",
             exit_code=ExitCode.UNAUTHENTICATED,
         ) from exc
-    return target if login is None else Target(target.address, login.access_token)
+    return target if login is None else replace(target, key=login.access_token)
 
 
 def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the control plane to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (_several(found.controlplanes, found.controlplane), found.admin_key) if found else ("", "")
-    return _target("controlplane", address, admin_key, known)
+    return _target("controlplane", address, admin_key, known, _tls_dir(found, state_dir))
 
 
 def registry(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the registry to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.registry, found.admin_key) if found else ("", "")
-    return _target("registry", address, admin_key, known)
+    return _target("registry", address, admin_key, known, _tls_dir(found, state_dir))
 
 
 def default_model(model: str, state_dir: Path) -> str:
@@ -123,7 +129,23 @@ def _endpoints(state_dir: Path) -> Endpoints | None:
     return Endpoints.load(StateDir.at(state_dir).endpoints)
 
 
-def _target(name: str, address: str, key: str, known: tuple[str, str]) -> Target:
+def _tls_dir(found: Endpoints | None, state_dir: Path) -> Path | None:
+    """Return the folder of the certificate for roles: the variable's, else the installation's."""
+    if named := os.environ.get(TLS_DIR):
+        return Path(named)
+    if found is not None:
+        return Path(found.tls_dir) if found.tls_dir else None
+    folder = StateDir.at(state_dir).operator_certs
+    return folder if folder.exists() else None
+
+
+def _of_clients(found: Endpoints | None, state_dir: Path) -> Path | None:
+    """Return the same for gateways, which have TLS if their URL has."""
+    is_plain = not os.environ.get(TLS_DIR) and (found is None or not found.http.startswith("https://"))
+    return None if is_plain else _tls_dir(found, state_dir)
+
+
+def _target(name: str, address: str, key: str, known: tuple[str, str], tls_dir: Path | None) -> Target:
     """Return the target of the given address and key, or of the installation's."""
     flag = "grpc" if name == "gateway" else name
     has_login = load(login_file()) is not None
@@ -153,4 +175,4 @@ def _target(name: str, address: str, key: str, known: tuple[str, str]) -> Target
             next_step="copy it again, as it was printed at its creation",
             exit_code=ExitCode.UNAUTHENTICATED,
         )
-    return Target(address, key)
+    return Target(address, key, tls_dir)

@@ -13,6 +13,7 @@ docs/client.md describes its use and its guarantees. AdminClient is the operator
 from fairway.client.admin.admin import AdminClient
 from fairway.client.admin.watch import Changed, Deleted, Missed, Snapshot
 from fairway.client.client import Client
+from fairway.client.endpoints import tls_credentials
 from fairway.client.errors import (
     Cancelled,
     Closed,
@@ -145,4 +146,5 @@ __all__ = [
     "Unimplemented",
     "Usage",
     "WaitFailed",
+    "tls_credentials",
 ]

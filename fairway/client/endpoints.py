@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -41,6 +42,26 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
     if address.startswith(_LOOPBACK):
         options.append(("grpc.enable_http_proxy", 0))
     return options
+
+
+def tls_credentials(folder: Path | str) -> grpc.ChannelCredentials:
+    """Return the ``credentials`` of a client: a folder's authorities, and its certificate if it has one.
+
+    The files are ca.crt, tls.crt and tls.key, as `fairway certs issue` makes them. They are read once: open
+    another client after they were replaced. Raises OSError.
+    """
+    root = Path(folder)
+    own = [(root / name).read_bytes() if (root / name).exists() else None for name in ("tls.key", "tls.crt")]
+    return grpc.ssl_channel_credentials((root / "ca.crt").read_bytes(), *own)
+
+
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Channel:
+    """Return a channel with TLS, or a plain one without credentials. The caller closes it."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class Endpoint:
@@ -159,9 +180,5 @@ def open_endpoints(
     found = []
     for address in addresses:
         options = channel_options(address, max_message_bytes)
-        if credentials is None:
-            channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            channel = grpc.aio.secure_channel(address, credentials, options=options)
-        found.append(Endpoint(address, channel))
+        found.append(Endpoint(address, open_channel(address, credentials, options)))
     return found

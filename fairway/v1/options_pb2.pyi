@@ -56,6 +56,32 @@ ACCESS_AUDITOR: Access.ValueType  # 7
 ACCESS_TENANT_ADMIN: Access.ValueType  # 8
 Global___Access: _TypeAlias = Access  # noqa: Y015
 
+class _Caller:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CallerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Caller.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CALLER_UNSPECIFIED: _Caller.ValueType  # 0
+    CALLER_GATEWAY: _Caller.ValueType  # 1
+    CALLER_SCHEDULER: _Caller.ValueType  # 2
+    CALLER_WORKER: _Caller.ValueType  # 3
+    CALLER_FOLLOWER: _Caller.ValueType  # 4
+    CALLER_REGISTRY: _Caller.ValueType  # 5
+    CALLER_CONTROLPLANE: _Caller.ValueType  # 6
+
+class Caller(_Caller, metaclass=_CallerEnumTypeWrapper):
+    """The role in the certificate of a service that calls. A method for services without a rule is refused at start-up."""
+
+CALLER_UNSPECIFIED: Caller.ValueType  # 0
+CALLER_GATEWAY: Caller.ValueType  # 1
+CALLER_SCHEDULER: Caller.ValueType  # 2
+CALLER_WORKER: Caller.ValueType  # 3
+CALLER_FOLLOWER: Caller.ValueType  # 4
+CALLER_REGISTRY: Caller.ValueType  # 5
+CALLER_CONTROLPLANE: Caller.ValueType  # 6
+Global___Caller: _TypeAlias = Caller  # noqa: Y015
+
 @_typing.final
 class Bounds(_message.Message):
     """The size and range of a field. Strings and bytes need max_bytes, repeated fields and maps need
@@ -114,5 +140,8 @@ Global___Bounds: _TypeAlias = Bounds  # noqa: Y015
 
 BOUNDS_FIELD_NUMBER: _builtins.int
 ACCESS_FIELD_NUMBER: _builtins.int
+CALLERS_FIELD_NUMBER: _builtins.int
 bounds: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Bounds]
 access: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Access.ValueType]]
+callers: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Caller.ValueType]]
+"""Which services, where access has ACCESS_INTERNAL. People's certificates have the role operator."""

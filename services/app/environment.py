@@ -19,10 +19,11 @@ from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
-from services.rpc.server import RpcServer, RpcService, RpcTelemetry
+from services.rpc.server import RpcServer, RpcService, RpcTelemetry, ServerTls
 from services.runtime.audit import AuditedStore, AuditRecorder
+from services.runtime.certificates import Certificates, FolderCertificates, WorkloadCertificates
 from services.runtime.clock import SystemClock
-from services.runtime.config import Settings, read_secret
+from services.runtime.config import ConfigError, Settings, read_secret
 from services.runtime.fleet_state.guarded_store import GuardedStore
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.identity import KeyDirectory
@@ -60,8 +61,16 @@ class Environment:
         self.supervisor = Supervisor(self.clock)
         self.internal_token = read_secret(settings.internal_token_file)
         self.closing = AsyncExitStack()
+        self.certificates = self._open_certificates()
+        folder = settings.store_tls_dir
+        self.store_certificates = (
+            self.certificates if folder is None else FolderCertificates(folder, self.clock)
+        )
         self._etcd = etcd = EtcdStore(
-            settings.etcd_endpoints, self.clock, quota_bytes=settings.etcd_quota_bytes
+            settings.etcd_endpoints,
+            self.clock,
+            quota_bytes=settings.etcd_quota_bytes,
+            certificates=self.store_certificates,
         )
         self.closing.push_async_callback(etcd.close)
         self.store = GuardedStore(etcd, self.clock, folder=settings.state_dir)
@@ -133,9 +142,45 @@ class Environment:
                 self.request_lines,
             ),
             audit=self.audit,
+            tls=self._server_tls(),
         )
         self.supervisor.spawn("connections", server.guard_connections(self.clock))
         return server
+
+    def client_tls(self, listen: str) -> Certificates | None:
+        """Return the certificates of a port for clients; None: it is plain. Raises ConfigError."""
+        return self.certificates if self.settings.secures(self.settings.client_tls, listen) else None
+
+    def _open_certificates(self) -> Certificates | None:
+        """Raises ConfigError for an unusable source, or one of another role."""
+        settings = self.settings
+        found: Certificates | None = None
+        if settings.spiffe_socket:
+            workload = WorkloadCertificates(settings.spiffe_socket)
+            self.closing.callback(workload.close)
+            found = workload
+        elif settings.tls_dir is not None:
+            found = FolderCertificates(settings.tls_dir, self.clock)
+        if found is not None and found.current().id.role != self.role:
+            raise ConfigError(
+                f"the certificate is of {found.current().id}, and this is a {self.role}: use one of its role"
+            )
+        return found
+
+    def _server_tls(self) -> ServerTls | None:
+        """Return the TLS of the gRPC server: a gateway's is for clients, all others are for roles."""
+        if self.role == "gateway":
+            certificates = self.client_tls(self.settings.listen)
+            return None if certificates is None else ServerTls(certificates, self.clock, from_roles=False)
+        if self.certificates is None:
+            self.settings.secures("auto", self.settings.listen)
+            return None
+        refused = self.metrics.counter(
+            "fairway_rpc_certificates_refused_total",
+            "Calls refused for the certificate of their connection, which the handshake had accepted",
+            ("reason",),
+        )
+        return ServerTls(self.certificates, self.clock, refused=refused.add)
 
     async def sync(self, timeout_s: float = 20.0) -> None:
         """Start the views and return once each is listed. They contain this process's earlier writes.
@@ -227,9 +272,17 @@ class Environment:
             role=self.role,
             rng=self.rng,
         )
+        secured = settings.secures(settings.metrics_tls, settings.metrics_listen)
+        if (certificates := self.certificates) is not None:
+            self.metrics.gauge(
+                "fairway_process_certificate_expiry_seconds",
+                "Unix time at which the certificate of this process expires",
+                lambda: (((), certificates.current().leaf.expire_s),),
+            )
         self._telemetry_server = TelemetryServer(
             self.metrics.registry,
             settings.metrics_listen,
             problems=self.health.problems,
             notices=self.health.notices,
+            certificates=self.certificates if secured else None,
         )

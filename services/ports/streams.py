@@ -42,6 +42,11 @@ class StreamMethod(Generic[Request, Response]):
     request: type[Request]
     response: type[Response]
 
+    @property
+    def role(self) -> str:
+        """The role that serves it, from the name of its service: "worker" for ``WorkerService``."""
+        return self.path.partition("Service/")[0].rpartition(".")[2].lower()
+
 
 class MessageStream(Protocol[Out_contra, In_co]):
     """One end of an open stream. After its end every call raises why: StreamLost, or the FairwayError with

@@ -6,6 +6,9 @@ from typing import Final
 
 import grpc
 
+from fairway.tls import SpiffeId, TlsIdentity
+from services.runtime.certificates import Certificates
+
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -23,9 +26,48 @@ _OPTIONS: Final = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel to host:port. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def open_channel(address: str, role: str = "", certificates: Certificates | None = None) -> grpc.aio.Channel:
+    """Return a channel to host:port. The caller closes it.
+
+    With ``certificates``, the server has to present a certificate of ``role``. Its name is verified and not
+    the address, which may be that of another process tomorrow.
+    """
+    if certificates is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    identity = certificates.current()
+    expected = SpiffeId(identity.id.trust_domain, role, "")
+    options = (*_OPTIONS, ("grpc.ssl_target_name_override", expected.server_name))
+    return grpc.aio.secure_channel(address, channel_credentials(identity), options=options)
+
+
+def channel_credentials(identity: TlsIdentity) -> grpc.ChannelCredentials:
+    """Return credentials of a client. They do not change with the files: the channel is replaced."""
+    return grpc.ssl_channel_credentials(identity.roots_pem, identity.key_pem, identity.chain_pem)
+
+
+class RoleChannel:
+    """The channel to a role's process, replaced after this process's certificate was. The owner closes it.
+
+    Calls on the earlier channel run until they end, and its connection ends with the last: a channel that
+    nothing refers to is destroyed, which gRPC does to no call that runs.
+    """
+
+    def __init__(self, address: str, role: str = "", certificates: Certificates | None = None) -> None:
+        self.address = address
+        self._role = role
+        self._certificates = certificates
+        self._identity = None if certificates is None else certificates.current()
+        self._channel = open_channel(address, role, certificates)
+
+    def __call__(self) -> grpc.aio.Channel:
+        """Return the channel for a call that begins now."""
+        if self._certificates is not None and self._certificates.current() is not self._identity:
+            self._identity = self._certificates.current()
+            self._channel = open_channel(self.address, self._role, self._certificates)
+        return self._channel
+
+    async def close(self) -> None:
+        await self._channel.close()
 
 
 def auth_metadata(token: str) -> tuple[tuple[str, str], ...]:

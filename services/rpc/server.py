@@ -30,7 +30,9 @@ from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
 from services.rpc.message_size import limits_of
+from services.rpc.peers import PeerRules, callers_table, server_credentials
 from services.runtime.audit import AuditRecorder
+from services.runtime.certificates import Certificates
 from services.runtime.process.machine import descriptor_limit
 from services.runtime.telemetry.logging import LineBudget
 from services.runtime.telemetry.tracing import Tracing
@@ -125,6 +127,19 @@ class RpcService:
     servicer: object
 
 
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """TLS of a server. ``from_roles``: callers present a certificate of the installation; otherwise none.
+
+    ``refused`` is called with the reason of each call whose certificate is refused after the handshake.
+    """
+
+    certificates: Certificates
+    clock: Clock
+    from_roles: bool = True
+    refused: Callable[[str], None] = lambda reason: None
+
+
 def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
     """Return the interceptors that cover an RPC from its arrival to the status that its caller gets."""
     clock, tracing = telemetry.clock, telemetry.tracing
@@ -145,14 +160,24 @@ class RpcServer:
         authenticate: Authenticate | None = None,
         telemetry: RpcTelemetry | None = None,
         audit: AuditRecorder | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
-        """``audit`` records refused calls. Raises ValueError when a method has no access rule."""
+        """``audit`` records refused calls. Without ``tls`` it is plain.
+
+        Raises ValueError when a method of ``services`` has no access rule, or is for services and names no
+        callers.
+        """
         self._services = services
         self._listen = listen
+        self._tls = tls
         self._health = HealthServicer()
         self._parts: frozenset[str] = frozenset()
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
+        callers = callers_table(descriptors)
+        peers = None
+        if tls is not None and tls.from_roles:
+            peers = PeerRules(callers, tls.certificates, tls.clock, tls.refused)
         limits = {
             f"/{each.full_name}/{method.name}": limits_of(method)
             for each in descriptors
@@ -172,7 +197,14 @@ class RpcServer:
                 LogContext(),
                 ErrorStatus(new_incident, None if telemetry is None else telemetry.lines),
                 *refusals,
-                AccessControl(table, authenticate, internal_token, self._connections, unauthenticated),
+                AccessControl(
+                    table,
+                    authenticate,
+                    internal_token,
+                    self._connections,
+                    unauthenticated,
+                    peers,
+                ),
                 ReadMessages(limits, changes=changes),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
@@ -189,7 +221,7 @@ class RpcServer:
         reflection.enable_server_reflection((*names, *PUBLIC_SERVICES), self._server)
         await self.set_serving(False)
         try:
-            self.port = self._server.add_insecure_port(self._listen)
+            self.port = self._add_port()
         except RuntimeError as exc:
             raise FailedPrecondition(
                 f"cannot listen on {self._listen}: the port is taken or the address is not this machine's; "
@@ -197,7 +229,14 @@ class RpcServer:
                 listen=self._listen,
             ) from exc
         await self._server.start()
-        log.info("server.started", listen=self._listen, port=self.port, services=names)
+        secured = self._tls is not None
+        log.info("server.started", listen=self._listen, port=self.port, services=names, tls=secured)
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(self._listen)
+        credentials = server_credentials(self._tls.certificates, from_roles=self._tls.from_roles)
+        return self._server.add_secure_port(self._listen, credentials)
 
     async def guard_connections(self, clock: Clock) -> None:
         """Enforce the bounds on connections of unauthenticated callers until cancelled."""

@@ -79,6 +79,16 @@ def to_grpc_status(error: errors.FairwayError) -> grpc.Status:
     return rpc_status.to_status(status)
 
 
+# What gRPC reports of a handshake that this side ended, most specific first. It reports no reason of one that
+# the server ended: that is in the server's log.
+_HANDSHAKES: Final = {
+    "certificate has expired": "the peer's certificate has expired; `fairway certs rotate` renews it",
+    "CERTIFICATE_VERIFY_FAILED": "no authority that is trusted here issued the peer's certificate",
+    "Hostname Verification": "the peer's certificate is of another role",
+    "Socket closed": "the peer closed the connection; its log states why if a handshake failed",
+}
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.FairwayError:
     """Return the domain error that a peer raised; a status without ErrorInfo becomes the error of its code.
 
@@ -100,6 +110,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.FairwayError:
             found.retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
     if status is None:
         log.info("rpc.peer_failed", code=error.code().name, details=error.details())
+        for text, meaning in _HANDSHAKES.items():
+            if text in (error.details() or ""):
+                found.message += f": {meaning}"
+                break
     return found
 
 

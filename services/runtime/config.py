@@ -20,7 +20,9 @@ Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
 Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^\s/,]+)$")]
 # A capital, `_` or slash: never the name of a deployment.
 _ALIAS: Final = re.compile(r"(?=.*[A-Z_/])[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-StoreAddress = Annotated[str, Field(pattern=r"^([^\s:]+:\d{1,5}|unix:/[^\s,]+)$")]
+StoreAddress = Annotated[str, Field(pattern=r"^((https?://)?[^\s:/]+:\d{1,5}|unix:/[^\s,]+)$")]
+Tls = Literal["auto", "on", "off"]
+LOOPBACK: Final = ("127.", "localhost:", "[::1]")
 
 
 class ConfigError(Exception):
@@ -32,7 +34,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Addresses of the etcd members: host:port, or unix:/PATH.
+    # Addresses of the etcd members: host:port, https://host:port for TLS, or unix:/PATH.
     etcd_endpoints: tuple[StoreAddress, ...] = ("127.0.0.1:2379",)
     # URL of the quota store: redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://.
     redis_url: str = "redis://127.0.0.1:6379/0"
@@ -60,6 +62,18 @@ class Settings(BaseModel):
     status_wait_s: float = Field(default=45.0, gt=0, le=3600)
     # Address of /metrics, /healthz and /readyz, which need no key.
     metrics_listen: Address = "127.0.0.1:0"
+    # Folder of this role's certificate: tls.crt, tls.key, ca.crt and ca.crl. Empty: no TLS between roles.
+    tls_dir: Path | None = None
+    # SPIFFE Workload API that issues the certificate in place of the folder.
+    spiffe_socket: str = Field(default="", pattern=r"^(unix:/\S+)?$")
+    # Folder of the certificate and the authorities for etcd and Redis; default: as between roles.
+    store_tls_dir: Path | None = None
+    # TLS of the gateway's HTTP and gRPC; auto: beyond the loopback address.
+    client_tls: Tls = "auto"
+    # TLS of the metrics, for certificates of the roles monitor and operator; auto: as client_tls.
+    metrics_tls: Tls = "auto"
+    # Permit plain text beyond the loopback address.
+    insecure: bool = False
     # Folder for the files of this process.
     state_dir: Path = Path(".fairway/state")
     # Bytes of each disk left to stores.
@@ -275,6 +289,24 @@ class Settings(BaseModel):
                 f"{self.token_budget}: a step could not decode them all"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_source_of_certificates(self) -> Settings:
+        if self.tls_dir is not None and self.spiffe_socket:
+            raise ValueError("FAIRWAY_TLS_DIR and FAIRWAY_SPIFFE_SOCKET exclude each other: leave one out")
+        return self
+
+    def secures(self, choice: Tls, listen: str) -> bool:
+        """Whether a port has TLS. Raises ConfigError when it should and there is no certificate."""
+        is_beyond = not listen.startswith(LOOPBACK)
+        if choice == "off" or (choice == "auto" and (not is_beyond or self.insecure)):
+            return False
+        if self.tls_dir is None and not self.spiffe_socket:
+            raise ConfigError(
+                f"{listen} is to have TLS, and there is no certificate: set FAIRWAY_TLS_DIR (`fairway certs "
+                "issue` makes one), or FAIRWAY_INSECURE=true for plain text beyond the loopback address"
+            )
+        return True
 
     @property
     def advertised(self) -> str:

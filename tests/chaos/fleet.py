@@ -20,13 +20,22 @@ from typing import Final
 import grpc
 import psutil
 
+from fairway.cli.calls import credentials_of
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.ports import choose_ports
 from fairway.cli.fleet.progress import Phase
-from fairway.cli.fleet.roles import Addresses, port_names, role_of, role_specs, store_specs
+from fairway.cli.fleet.roles import (
+    Addresses,
+    port_names,
+    role_of,
+    role_specs,
+    store_specs,
+    write_certificates,
+)
 from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import StateDir, ensure_secrets, read_secret
+from fairway.client.endpoints import open_channel
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
@@ -197,6 +206,7 @@ class Fleet:
         self._mount()
         environ = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
         await self.supervisor.start(store_specs(self.state, environ))
+        write_certificates(self.state, self.addresses)
         specs = role_specs(self.state, self.addresses, environ, self._settings(entries))
         await self.supervisor.start(specs)
         await Bootstrap(self.options, self.state, self.addresses, Journal(self.state.logs / "journal")).run()
@@ -292,7 +302,8 @@ class Fleet:
         """A channel past the proxies, for looking."""
         if address not in self._channels:
             options = (("grpc.max_reconnect_backoff_ms", 500), ("grpc.enable_http_proxy", 0))
-            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+            credentials = credentials_of(self.addresses.certs)
+            self._channels[address] = open_channel(address, credentials, options)
         return self._channels[address]
 
     async def worker(self, name: str) -> worker_pb2.GetWorkerResponse:

@@ -56,7 +56,9 @@ async def fail_over(fleet: Fleet) -> tuple[float, float]:
                 break
             await asyncio.sleep(0.02)
         places_s = time.monotonic() - began_s
-        stands_by = grpc_serving(fleet.addresses.of(name))  # the one that was killed, once it is back
+        stands_by = grpc_serving(
+            fleet.addresses.of(name), fleet.addresses.certs
+        )  # the one that was killed, once it is back
         while fleet.pids().get(name, pid) == pid or await stands_by():
             await asyncio.sleep(0.05)
     return leads_s, places_s

@@ -205,7 +205,7 @@ async def tenants_of(stack: Stack, keys: Mapping[str, str]) -> AsyncIterator[Ten
     planes = [stack.endpoints["controlplane"]]
     async with (
         stack.inference() as stub,
-        AdminClient(planes, admin_key=stack.endpoints["admin_key"]) as admin,
+        AdminClient(planes, admin_key=stack.endpoints["admin_key"], credentials=stack.credentials) as admin,
     ):
         await asyncio.sleep(1.0)  # a key is known to the gateways a moment after it was made
         yield Tenants(stack, keys, stub, admin)

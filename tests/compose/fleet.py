@@ -44,8 +44,10 @@ _HOLDS: Final = """
 import json, grpc
 from google.protobuf.json_format import MessageToDict
 from fairway.v1 import worker_pb2, worker_pb2_grpc
+import sys
+from fairway.client import tls_credentials
 token = open("/run/secrets/internal_token").read().strip()
-with grpc.insecure_channel("127.0.0.1:9100") as channel:
+with grpc.secure_channel(sys.argv[1] + ":9100", tls_credentials("/run/fairway/tls")) as channel:
     answer = worker_pb2_grpc.WorkerServiceStub(channel).GetWorker(
         worker_pb2.GetWorkerRequest(), metadata=(("authorization", f"Bearer {token}"),), timeout=5
     )
@@ -205,8 +207,8 @@ class Fleet:
         return self.run("run", "--rm", "-T", "cli", *words, profile="tools")
 
     def holds(self, worker: str) -> dict[str, Any]:
-        """What a worker says of itself."""
-        found = json.loads(self.execute(worker, "python", "-c", _HOLDS))
+        """What a worker says of itself, to a control plane."""
+        found = json.loads(self.execute("controlplane", "python", "-c", _HOLDS, worker))
         assert isinstance(found, dict)
         return found
 
@@ -238,6 +240,11 @@ class Fleet:
             "redis", "redis-cli", "--no-auth-warning", "-a", self.secret("redis_password"), *words
         )
 
+    @property
+    def authorities(self) -> Path:
+        """The file with which clients verify the gateways."""
+        return self.folder / "state" / "certs" / "operator" / "ca.crt"
+
     def secret(self, name: str) -> str:
         return (self.folder / "state" / "secrets" / name).read_text().strip()
 
@@ -245,7 +252,7 @@ class Fleet:
         return f"127.0.0.1:{self.ports['FLEET_GRPC_1_PORT' if number else 'FLEET_GRPC_PORT']}"
 
     def http(self, number: int = 0) -> str:
-        return f"http://127.0.0.1:{self.ports['FLEET_HTTP_1_PORT' if number else 'FLEET_HTTP_PORT']}"
+        return f"https://127.0.0.1:{self.ports['FLEET_HTTP_1_PORT' if number else 'FLEET_HTTP_PORT']}"
 
     @contextlib.contextmanager
     def cut_off(self, service: str, *networks: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from fairway.client import tls_credentials
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
 from tests.compose.fleet import Fleet
@@ -53,7 +54,8 @@ async def stream(
 ) -> Outcome:
     """Return what one stream came to; it ends by itself or by its deadline."""
     outcome = Outcome()
-    async with grpc.aio.insecure_channel(fleet.grpc(gateway)) as channel:
+    credentials = tls_credentials(fleet.authorities.parent)
+    async with grpc.aio.secure_channel(fleet.grpc(gateway), credentials) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request(number, tokens), metadata=metadata(fleet.secret("api_key")), timeout=240)
         try:

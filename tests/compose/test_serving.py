@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose.fleet import ROOT, Fleet, command
+from tests.compose.fleet import ROOT, Failed, Fleet, command
 from tests.compose.load import MODEL, served
 
 OPENAI = ROOT / ".venv-openai" / "bin" / "python"
@@ -24,7 +24,7 @@ def test_curl_streams(fleet: Fleet) -> None:
         pytest.skip("there is no curl")
     body = {"model": MODEL, "prompt": "def fibonacci(n):", "max_tokens": 16, "stream": True}
     answer = command(
-        "curl", "-sSN", "--fail", f"{fleet.http()}/v1/completions",
+        "curl", "-sSN", "--fail", "--cacert", str(fleet.authorities), f"{fleet.http()}/v1/completions",
         "-H", f"Authorization: Bearer {fleet.secret('api_key')}",
         "-H", "Content-Type: application/json", "-d", json.dumps(body),
     )  # fmt: skip
@@ -44,7 +44,7 @@ def test_the_openai_sdk_streams(fleet: Fleet) -> None:
         capture_output=True,
         text=True,
         timeout=300,
-        env={"PATH": "/usr/bin:/bin"},
+        env={"PATH": "/usr/bin:/bin", "SSL_CERT_FILE": str(fleet.authorities)},
     )
     assert done.returncode == 0, done.stderr
     heard = json.loads(done.stdout.splitlines()[-1])
@@ -65,16 +65,21 @@ def test_a_key_opens_and_a_wrong_one_does_not(fleet: Fleet, tmp_path: Path) -> N
     assert made.startswith("fw_second_")
     for key, status in ((made, "200"), (made[:-4] + "aaaa", "401")):
         found = command(
-            "curl", "-s", "--retry", "5", "-o", str(tmp_path / "out"), "-w", "%{http_code}",
+            "curl", "-s", "--retry", "5", "--cacert", str(fleet.authorities),
+            "-o", str(tmp_path / "out"), "-w", "%{http_code}",
             f"{fleet.http()}/v1/models", "-H", f"Authorization: Bearer {key}",
         )  # fmt: skip
         assert found == status
 
 
-def test_metrics_and_readiness_answer_inside(fleet: Fleet) -> None:
+def test_metrics_answer_monitors_alone(fleet: Fleet) -> None:
+    """A role's own certificate is refused; Prometheus has one that is not."""
     code = (
-        "import urllib.request as u; "
-        "print(*(u.urlopen('http://127.0.0.1:9464/' + p).read().decode() for p in ('readyz', 'metrics')))"
+        "import ssl, urllib.request as u; at = '/run/fairway/tls/'; "
+        "c = ssl.create_default_context(cafile=at + 'ca.crt'); "
+        "c.load_cert_chain(at + 'tls.crt', at + 'tls.key'); "
+        "print(u.urlopen('https://127.0.0.1:9464/metrics', context=c).read())"
     )
     for service in ("gateway", "scheduler", "worker-0", "registry", "controlplane"):
-        assert "# HELP fairway_" in fleet.execute(service, "python", "-c", code)
+        with pytest.raises(Failed, match="403"):
+            fleet.execute(service, "python", "-c", code)

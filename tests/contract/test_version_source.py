@@ -109,7 +109,7 @@ async def test_a_source_that_is_away_is_unavailable() -> None:
     """Over the wire only: in one process neither is without the other."""
     channel = open_channel("127.0.0.1:1")
     try:
-        client = RegistryClient(channel, TOKEN)
+        client = RegistryClient(lambda: channel, TOKEN)
         with pytest.raises(Unavailable):
             await client.get_version("m", "latest")
         with pytest.raises(Unavailable):

@@ -26,7 +26,8 @@ EXAMPLES: Final = [example for example in FOUND if "AdminClient" in example]
 async def admin(stack: Stack) -> AsyncIterator[AdminClient]:
     found = stack.endpoints
     addresses = found["controlplanes"] or [found["controlplane"]]
-    async with AdminClient(addresses, admin_key=found["admin_key"], registry=found["registry"]) as opened:
+    keys = {"admin_key": found["admin_key"], "registry": found["registry"]}
+    async with AdminClient(addresses, **keys, credentials=stack.credentials) as opened:
         yield opened
 
 
@@ -74,6 +75,7 @@ async def test_the_examples_of_the_page_run(stack: Stack, admin: AdminClient, ro
             "control_planes": stack.endpoints["controlplanes"],
             "registry": stack.endpoints["registry"],
             "admin_key": stack.endpoints["admin_key"],
+            "credentials": stack.credentials,
             "folder": bundled_checkpoint(),
             "print": lambda *parts: said.append(" ".join(map(str, parts))),
         }

@@ -14,14 +14,15 @@ from tests.support.stack import Stack, metadata
 
 async def test_every_role_lists_its_services_without_a_credential(stack: Stack) -> None:
     addresses = {role: stack.endpoints[role] for role in ("grpc", "registry", "controlplane", "scheduler")}
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         nodes = await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListNodes(
             cp.ListNodesRequest(), metadata=metadata(stack.endpoints["admin_key"]), timeout=5
         )
     addresses |= {node.metadata.name: node.address for node in nodes.nodes if node.address}
     assert len(addresses) == 6
     for role, address in addresses.items():
-        async with grpc.aio.insecure_channel(address) as channel:
+        is_gateway = address == stack.endpoints["grpc"]
+        async with grpc.aio.insecure_channel(address) if is_gateway else stack.channel(address) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             request: Any = health_pb2.HealthListRequest()  # type: ignore[attr-defined]
             statuses = (await stub.List(request, timeout=5)).statuses

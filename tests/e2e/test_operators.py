@@ -30,7 +30,7 @@ class Operator:
 
 @asynccontextmanager
 async def operator(stack: Stack) -> AsyncIterator[Operator]:
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         yield Operator(stub, metadata(stack.endpoints["admin_key"]))
 

@@ -28,7 +28,7 @@ from services.core import errors
 from services.rpc.status import from_rpc_error
 from tests.support.command_line import CommandLine
 from tests.support.local_servers import free_port
-from tests.support.stack import fairway, metadata, processes
+from tests.support.stack import fairway, metadata, processes, role_credentials
 
 PATIENCE_S: Final = 60.0
 MODEL: Final = "null"
@@ -190,7 +190,10 @@ def known(installation: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 async def deployed(endpoints: dict[str, Any]) -> dict[str, str]:
     secrets = {}
-    async with AdminClient([endpoints["controlplane"]], admin_key=endpoints["admin_key"]) as admin:
+    credentials = role_credentials(endpoints)
+    async with AdminClient(
+        [endpoints["controlplane"]], admin_key=endpoints["admin_key"], credentials=credentials
+    ) as admin:
         named = cp.Metadata(name=MODEL)
         await admin.deployments.create(
             cp.Deployment(metadata=named, model=MODEL, version="latest", executor="null", replicas=1)

@@ -134,7 +134,7 @@ async def test_wrong_keys_open_nothing(stack: Stack) -> None:
                 grpc.StatusCode.UNAUTHENTICATED,
                 grpc.StatusCode.PERMISSION_DENIED,
             )
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListTenants(
                 controlplane_pb2.ListTenantsRequest(), metadata=metadata(stack.api_key), timeout=10
@@ -144,7 +144,7 @@ async def test_wrong_keys_open_nothing(stack: Stack) -> None:
 
 async def test_limits_are_exact_and_hurt_nobody_else(stack: Stack) -> None:
     admin = metadata(stack.endpoints["admin_key"])
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         control = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         tenant = controlplane_pb2.Tenant(
             metadata=controlplane_pb2.Metadata(name="metered"), requests_per_minute=10

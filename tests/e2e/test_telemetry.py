@@ -305,10 +305,10 @@ async def test_a_trace_goes_from_the_client_to_the_engine(stack: Stack, spans: C
 async def test_calls_of_operators_are_traced(stack: Stack, spans: Collector) -> None:
     trace_id, client_span = "6c" * 16, "7d" * 8
     trace = (*metadata(stack.endpoints["admin_key"]), ("traceparent", f"00-{trace_id}-{client_span}-00"))
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         plane: Any = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         await plane.ListNodes(controlplane_pb2.ListNodesRequest(), metadata=trace, timeout=30)
-    async with grpc.aio.insecure_channel(stack.endpoints["registry"]) as channel:
+    async with stack.channel(stack.endpoints["registry"]) as channel:
         registry: Any = registry_pb2_grpc.RegistryServiceStub(channel)
         await registry.ListRegisteredModels(
             registry_pb2.ListRegisteredModelsRequest(), metadata=trace, timeout=30
@@ -326,7 +326,7 @@ async def test_a_frozen_engine_takes_its_worker_out_of_service_until_it_moves(st
     (version,) = told.versions
     name = f"version/{version.version_digest}"
     address = dict(zip(sorted(workers), stack.endpoints["workers"], strict=True))[worker_id]
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with stack.channel(address) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)
 
         async def status(service: str) -> int:

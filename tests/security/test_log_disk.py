@@ -107,7 +107,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 async def be_refused(stack: Stack, count: int) -> None:
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         for _ in range(count):
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -151,7 +151,7 @@ class Canary(threading.Thread):
 
 
 async def create_tenant(stack: Stack, name: str) -> None:
-    async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+    async with stack.channel(stack.endpoints["controlplane"]) as channel:
         await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).CreateTenant(
             cp.CreateTenantRequest(tenant=cp.Tenant(metadata=cp.Metadata(name=name))),
             metadata=auth_metadata(stack.endpoints["admin_key"]),
@@ -160,7 +160,7 @@ async def create_tenant(stack: Stack, name: str) -> None:
 
 
 async def set_tag(stack: Stack) -> None:
-    async with grpc.aio.insecure_channel(stack.endpoints["registry"]) as channel:
+    async with stack.channel(stack.endpoints["registry"]) as channel:
         await registry_pb2_grpc.RegistryServiceStub(channel).SetTag(
             registry_pb2.SetTagRequest(model="m", tag="t", digest=sha256_of(b"")),
             metadata=auth_metadata(stack.endpoints["admin_key"]),
@@ -219,7 +219,7 @@ def test_etcd_wiped_and_restored_under_a_running_installation(stack: Stack, tmp_
 
 def _leads(stack: Stack) -> bool:
     async def queues() -> None:
-        async with grpc.aio.insecure_channel(stack.endpoints["controlplane"]) as channel:
+        async with stack.channel(stack.endpoints["controlplane"]) as channel:
             await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListQueues(
                 cp.ListQueuesRequest(), metadata=auth_metadata(stack.endpoints["admin_key"]), timeout=5
             )

@@ -40,7 +40,7 @@ class Served:
 
     @property
     def client(self) -> RegistryClient:
-        return RegistryClient(self.channel, TOKEN)
+        return RegistryClient(lambda: self.channel, TOKEN)
 
 
 @asynccontextmanager

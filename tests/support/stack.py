@@ -19,6 +19,8 @@ from typing import Any
 import grpc
 import psutil
 
+from fairway.cli.calls import credentials_of
+from fairway.client.endpoints import open_channel
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -64,6 +66,18 @@ def up_on_free_ports(options: Sequence[str], settings: Mapping[str, str] | None)
                 raise
         else:
             return
+
+
+def role_channel(
+    endpoints: Mapping[str, Any], address: str, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """Return a channel to a server of the roles in an installation's endpoints.json."""
+    return open_channel(address, role_credentials(endpoints), options)
+
+
+def role_credentials(endpoints: Mapping[str, Any]) -> grpc.ChannelCredentials | None:
+    """Return the operator's certificate of an installation; None if it runs without TLS."""
+    return credentials_of(Path(endpoints["tls_dir"]) if endpoints["tls_dir"] else None)
 
 
 def metadata(key: str) -> tuple[tuple[str, str], ...]:
@@ -112,6 +126,15 @@ class Stack:
     def model(self) -> str:
         return str(self.endpoints["model"])
 
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """The operator's certificate, for an AdminClient."""
+        return role_credentials(self.endpoints)
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """Return a channel to a role's server, with the operator's certificate. The caller closes it."""
+        return role_channel(self.endpoints, address, options)
+
     @contextlib.asynccontextmanager
     async def inference(self) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
         async with grpc.aio.insecure_channel(self.endpoints["grpc"]) as channel:
@@ -121,14 +144,14 @@ class Stack:
         """Return each live worker's own report."""
         admin = metadata(self.endpoints["admin_key"])
         found = {}
-        async with grpc.aio.insecure_channel(self.endpoints["controlplane"]) as channel:
+        async with self.channel(self.endpoints["controlplane"]) as channel:
             nodes = await controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListNodes(
                 controlplane_pb2.ListNodesRequest(), metadata=admin, timeout=5
             )
         for node in nodes.nodes:
             if not node.address:
                 continue
-            async with grpc.aio.insecure_channel(node.address) as channel:
+            async with self.channel(node.address) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 found[node.metadata.name] = await stub.GetWorker(
                     worker_pb2.GetWorkerRequest(), metadata=admin, timeout=5

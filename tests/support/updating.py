@@ -123,7 +123,10 @@ def publish(stack: Stack, folder: Path, name: str, tag: str) -> None:
 def admin_of(stack: Stack) -> AdminClient:
     endpoints = stack.endpoints
     return AdminClient(
-        endpoints["controlplane"], admin_key=endpoints["admin_key"], registry=endpoints["registry"]
+        endpoints["controlplane"],
+        admin_key=endpoints["admin_key"],
+        registry=endpoints["registry"],
+        credentials=stack.credentials,
     )
 
 

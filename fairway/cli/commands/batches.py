@@ -6,6 +6,7 @@ import codecs
 import http.client
 import json
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -150,6 +151,9 @@ class HttpApi:
                 next_step="name it as http://HOST:PORT",
                 exit_code=ExitCode.USAGE,
             )
+        if url.scheme == "https" and self._target.tls_dir is not None:
+            context = ssl.create_default_context(cafile=self._target.tls_dir / "ca.crt")
+            return http.client.HTTPSConnection(url.hostname, url.port, timeout=_TIMEOUT_S, context=context)
         kind: type[http.client.HTTPConnection] = kinds[url.scheme]
         return kind(url.hostname, url.port, timeout=_TIMEOUT_S)
 

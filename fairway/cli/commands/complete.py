@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from fairway.cli import completion, targets
-from fairway.cli.calls import client_error
+from fairway.cli.calls import client_error, credentials_of
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.flags import PriorityName, timeout_s
 from fairway.cli.targets import DEFAULT_STATE_DIR, ApiKeyOption, GrpcOption, StateDirOption
@@ -81,7 +81,8 @@ def open_client(address: str, api_key: str, state_dir: Path, *, answer_s: float)
     """Return a client of the gateways in the options, not entered yet. Raises CliError."""
     target = targets.gateway(address, api_key, state_dir)
     options = ClientOptions(generation_timeout_s=answer_s)
-    return Client(target.address.split(","), api_key=target.key, options=options)
+    credentials = credentials_of(target.tls_dir)
+    return Client(target.address.split(","), api_key=target.key, options=options, credentials=credentials)
 
 
 def options_of(

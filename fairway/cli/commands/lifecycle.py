@@ -54,6 +54,12 @@ class RemoteAddresses:
     registry: str
     controlplane: str
     gateways: tuple[str, ...]
+    certs: Path | None  # folder of the operator's certificate; None: roles serve without TLS
+    http: str  # URL of a gateway
+
+    def tls_of(self, name: str) -> Path | None:
+        is_plain = name in self.gateways and not self.http.startswith("https://")
+        return None if is_plain else self.certs
 
     def of(self, name: str) -> str:
         return {"registry": self.registry, "controlplane": self.controlplane}[name]
@@ -91,8 +97,9 @@ def bootstrap(
 ) -> None:
     """Create the tenant `default` with a key, publish and deploy a model, and wait until it is served.
 
-    For a fleet that was started by other means. The command can be repeated: existing resources stay
-    unchanged, and a deleted deployment stays deleted.
+    For a fleet that was started by other means. With certs/operator in the state folder, roles are called
+    with TLS; the gateways too if --http is an https:// URL. The command can be repeated: existing resources
+    stay unchanged, and a deleted deployment stays deleted.
 
     \b
     Examples:
@@ -113,15 +120,16 @@ def bootstrap(
         deploy=not no_model,
         ready_s=ready_s,
     )
-    addresses = RemoteAddresses(registry, controlplane, tuple(gateway))
-    endpoints = _run(options, state, addresses, http)
+    certs = state.operator_certs if state.operator_certs.exists() else None
+    addresses = RemoteAddresses(registry, controlplane, tuple(gateway), certs, http)
+    endpoints = _run(options, state, addresses)
     with state.writing():
         endpoints.save(state.endpoints)
     what = f"{endpoints.model} is served" if endpoints.model else "the fleet answers"
     plain(out(), f"{what}; the API key is in {state.secret('api_key')}")
 
 
-def _run(options: UpOptions, state: StateDir, addresses: RemoteAddresses, http: str) -> Endpoints:
+def _run(options: UpOptions, state: StateDir, addresses: RemoteAddresses) -> Endpoints:
     progress = progress_module.LineProgress(err())
     try:
         api_key = asyncio.run(Bootstrap(options, state, addresses, progress).run())
@@ -133,7 +141,8 @@ def _run(options: UpOptions, state: StateDir, addresses: RemoteAddresses, http: 
             exit_code=exc.exit_code,
         ) from exc
     return Endpoints(
-        http=http,
+        http=addresses.http,
+        tls_dir=str(addresses.certs or ""),
         grpc=addresses.gateways[0],
         api_key=api_key,
         admin_key=read_secret(state, "admin_key"),
@@ -277,7 +286,11 @@ def resize(state: StateDir, running: Endpoints, count: int, progress: StartProgr
 async def _resized(state: StateDir, running: Endpoints, count: int, progress: StartProgress) -> Endpoints:
     leaving = worker_names(len(running.workers))[count:]
     joining = worker_names(count)[len(running.workers) :]
-    client = admin_client(",".join(running.controlplanes), admin_key=running.admin_key)
+    client = admin_client(
+        ",".join(running.controlplanes),
+        admin_key=running.admin_key,
+        tls_dir=Path(running.tls_dir) if running.tls_dir else None,
+    )
     async with client as admin:
         await _drain(admin, leaving, progress)
         await _forget(admin, joining)  # what an operator set for an earlier worker of that name
@@ -346,7 +359,8 @@ PortOption = Annotated[
     typer.Option(min=0, max=65535, help="0: the port of the last run, else 8080 or 50051, else a free one."),
 ]
 HostOption = Annotated[
-    str, typer.Option(help="IPv4 address on which the gateways listen, without TLS; 0.0.0.0: all.")
+    str,
+    typer.Option(help="IPv4 address on which the gateways listen; 0.0.0.0: all. TLS beyond the loopback."),
 ]
 ForgetOption = Annotated[bool, typer.Option("--forget", help="Start without the options of earlier starts.")]
 SettingsOption = Annotated[
@@ -368,11 +382,10 @@ ModelOption = Annotated[
 
 _STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
-_EXPOSED: Final = (
-    "warning: HTTP and gRPC of the gateways listen on {host} without TLS: keys, prompts and outputs travel"
-    " unencrypted.\n"
-    "         Use it on a trusted network, or keep the loopback address and put a TLS proxy before it.\n"
-    "         Control plane, registry, workers, stores and metrics stay on the loopback address."
+_INSECURE: Final = (
+    "warning: --insecure: nothing has TLS, and roles are identified by their token alone.\n"
+    "         The gateways listen on {host}: keys, prompts and outputs travel unencrypted.\n"
+    "         Other roles, stores and metrics stay on the loopback address."
 )
 
 
@@ -395,6 +408,9 @@ def up(
     model_dir: Annotated[Path | None, typer.Option(help="A checkpoint folder in place of --model.")] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Publish and deploy nothing.")] = False,
     host: HostOption = LOOPBACK,
+    insecure: Annotated[
+        bool, typer.Option("--insecure/--secure", help="Use no TLS, neither between roles nor for clients.")
+    ] = False,
     forget: ForgetOption = False,
     state_dir: StateOption = Path(".fairway"),
 ) -> None:
@@ -429,6 +445,7 @@ def up(
         controlplanes=controlplanes,
         settings=tuple(_setting(text) for text in settings or ()),
         host=host,
+        insecure=insecure,
     )
     _up(options, _given(context), None if forget else remembered_options(state), detach=detach)
 
@@ -449,8 +466,8 @@ def _up(options: UpOptions, given: set[str], before: UpOptions | None, *, detach
         _continue(running, options, given, state)
         return
     check_start(options)
-    if options.host != LOOPBACK:
-        plain(err(), _EXPOSED.format(host=options.host))
+    if options.insecure:
+        plain(err(), _INSECURE.format(host=options.host))
     if not detach:  # a terminal or pipe without a reader must not block a restart
         sys.stdout = LogStream.on(sys.stdout, patience_s=_READER_S)
         sys.stderr = LogStream.on(sys.stderr, patience_s=_READER_S)
@@ -533,7 +550,9 @@ def _show_ready(endpoints: Endpoints, state: StateDir, *, detached: bool) -> Non
 
 def _show_addresses(endpoints: Endpoints, state: StateDir) -> None:
     console = out()
+    authorities = [("trust", str(_authorities(endpoints)))] if _authorities(endpoints) else []
     for label, value in (
+        *authorities,
         ("HTTP", f"{endpoints.http}/v1"),
         ("gRPC", endpoints.grpc),
         ("API key", endpoints.api_key),
@@ -579,11 +598,17 @@ def _from_here(path: Path) -> str:
         return str(path)
 
 
+def _authorities(endpoints: Endpoints) -> Path | None:
+    """Return the file with which clients verify the gateways; None if these serve without TLS."""
+    return Path(endpoints.tls_dir) / "ca.crt" if endpoints.http.startswith("https://") else None
+
+
 def curl_lines(endpoints: Endpoints) -> str:
     """Return a shell command on three lines that streams a completion."""
     body = {"model": endpoints.model, "prompt": _prompt(endpoints), "max_tokens": 64, "stream": True}
+    trust = "" if (file := _authorities(endpoints)) is None else f"--cacert {shlex.quote(str(file))} "
     return (
-        f"curl -sN {endpoints.http}/v1/completions \\\n"
+        f"curl -sN {trust}{endpoints.http}/v1/completions \\\n"
         f"  -H 'Authorization: Bearer {endpoints.api_key}' -H 'Content-Type: application/json' \\\n"
         f"  -d '{json.dumps(body)}'"
     )

@@ -154,7 +154,7 @@ def _document(record: FleetRecord, parts: list[Part]) -> dict[str, Any]:
 
 async def _probe_parts(record: FleetRecord, state: StateDir) -> list[Part]:
     names = list(record.addresses)
-    reasons = await asyncio.gather(*(_probe(name, record.addresses[name])() for name in names))
+    reasons = await asyncio.gather(*(_probe(name, record, state)() for name in names))
     return [
         Part(
             name,
@@ -169,10 +169,13 @@ async def _probe_parts(record: FleetRecord, state: StateDir) -> list[Part]:
     ]
 
 
-def _probe(name: str, address: str) -> Probe:
+def _probe(name: str, record: FleetRecord, state: StateDir) -> Probe:
+    address = record.addresses[name]
     if name == "etcd":
         return etcd_healthy(address)
-    return redis_answers(address) if name == "redis" else grpc_serving(address)
+    if name == "redis":
+        return redis_answers(address)
+    return grpc_serving(address, state.operator_certs if name in record.secured else None)
 
 
 MAX_LINE_BYTES: Final = 16 * 1024  # a longer line is several

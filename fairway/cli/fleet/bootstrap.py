@@ -10,9 +10,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from fairway.cli.calls import CALL_TIMEOUT_S, PHASE_VERBS, admin_client, admin_error, checked, publish_folder
+from fairway.cli.calls import (
+    CALL_TIMEOUT_S,
+    PHASE_VERBS,
+    admin_client,
+    admin_error,
+    checked,
+    credentials_of,
+    publish_folder,
+)
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import UpOptions
 from fairway.cli.fleet.progress import StartProgress
@@ -48,6 +57,10 @@ class FleetAddresses(Protocol):
         """gRPC address of one of ``gateway_names``."""
         ...
 
+    def tls_of(self, name: str) -> Path | None:
+        """Folder of the certificate for calls of any of these; None: it serves without TLS."""
+        ...
+
     @property
     def gateway_names(self) -> tuple[str, ...]: ...
 
@@ -77,6 +90,7 @@ class Bootstrap:
             self.addresses.of("controlplane"),
             self.addresses.of("registry"),
             admin_key=read_secret(self.state, "admin_key"),
+            tls_dir=self.addresses.tls_of("controlplane"),
         )
         async with client as admin:
             await self._until_admin_key_accepted(admin)
@@ -295,7 +309,8 @@ class Bootstrap:
         """Return None once the gateway accepts the key and lists a ready model, else the last failure."""
         options = ClientOptions(timeout_s=CALL_TIMEOUT_S, wait_for_ready=False)
         address = self.addresses.grpc_of(gateway)
-        async with Client(address, api_key=api_key, options=options) as client:
+        credentials = credentials_of(self.addresses.tls_of(gateway))
+        async with Client(address, api_key=api_key, options=options, credentials=credentials) as client:
             return await self._listed(client, wanted, patience_s=patience_s)
 
     async def _listed(self, client: Client, wanted: str, *, patience_s: float) -> str | FairwayError | None:

@@ -28,11 +28,13 @@ from fairway.cli.fleet.roles import (
     role_of,
     role_specs,
     store_specs,
+    write_certificates,
 )
 from fairway.cli.fleet.supervisor import ProcessSupervisor
 from fairway.cli.state import PRIVATE_UMASK, Endpoints, StateDir, ensure_secrets, read_secret, write_private
 
 MIN_FREE_BYTES: Final = 1024**3
+_RENEW_S: Final = 3600.0  # interval of looking for certificates that are due
 FETCHED_BYTES: Final = 2 * 1024**3  # the converted model, as it is imported, stored and cached by a worker
 OnReady = Callable[[Endpoints], None]
 
@@ -216,6 +218,7 @@ class _Installation:
             tasks.append(
                 asyncio.create_task(serve_changes(self.state.control, self.progress, self._set_workers))
             )
+            tasks.append(asyncio.create_task(self._renew_certificates()))
             self.supervisor.mark_ready()
             on_ready(endpoints)
             await stopped
@@ -232,6 +235,7 @@ class _Installation:
         fetching = asyncio.create_task(with_model(self.options, state, self.progress))
         try:
             with state.writing():
+                await asyncio.to_thread(write_certificates, state, addresses)
                 await self.supervisor.start(store_specs(state, self.environ))
                 specs = role_specs(state, addresses, self.environ, self.options.settings)
                 await self.supervisor.start(specs)
@@ -239,6 +243,16 @@ class _Installation:
         finally:
             fetching.cancel()
         self.api_key = await Bootstrap(self.served, state, addresses, self.progress).run()
+
+    async def _renew_certificates(self) -> None:
+        """Renew what is due, until cancelled. A failure is reported and tried again."""
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            addresses = Addresses.for_options(self.options, self.ports)
+            try:
+                await asyncio.to_thread(write_certificates, self.state, addresses)
+            except (OSError, CliError) as exc:
+                self.progress.event("certificates", "failed", f"they cannot be renewed: {exc}")
 
     async def _set_workers(self, count: int) -> Endpoints:
         """Start workers, or stop the last ones, which are drained. Raises CliError; nothing changes then."""
@@ -254,6 +268,7 @@ class _Installation:
         ports = choose_ports(names, fixed={}, remembered=load_ports(self.state.ports), preferred={})
         after = Addresses.for_options(wanted, {**self.ports, **ports})
         with self.state.writing():
+            await asyncio.to_thread(write_certificates, self.state, after)
             specs = role_specs(self.state, after, self.environ, wanted.settings)
             joining = [spec for spec in specs if spec.name not in before.role_names]
             await self.supervisor.add(joining, after=before.worker_names[-1])
@@ -287,6 +302,7 @@ class _Installation:
             gateways_http=tuple(addresses.http_url(name) for name in addresses.gateway_names),
             schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
             controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
+            tls_dir=str(addresses.certs or ""),
             metrics={name: addresses.of(f"{name}_metrics") for name in addresses.role_names},
             supervisor_pid=os.getpid(),
             pids=self.supervisor.pids,

@@ -50,6 +50,7 @@ class UpOptions:
     # (role or process, variable, value); they override the installation's own settings.
     settings: tuple[tuple[str, str, str], ...] = ()
     host: str = LOOPBACK  # address on which the gateways listen
+    insecure: bool = False  # whether nothing has TLS
     # FAIRWAY_ variables of the start's environment.
     environment: tuple[tuple[str, str], ...] = ()
 

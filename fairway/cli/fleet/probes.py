@@ -8,10 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2
+
+from fairway.cli.calls import credentials_of
+from fairway.client.endpoints import open_channel
 
 Probe = Callable[[], Awaitable[str]]
 
@@ -49,11 +53,15 @@ def redis_answers(address: str) -> Probe:
     return probe
 
 
-def grpc_serving(address: str) -> Probe:
-    """Return a probe for a role: its health service answers SERVING."""
+def grpc_serving(address: str, tls_dir: Path | None = None) -> Probe:
+    """Return a probe for a role: its health service answers SERVING.
+
+    ``tls_dir``: the folder of a certificate, read for each call; None: the role serves without TLS.
+    """
 
     async def probe() -> str:
-        async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        credentials = credentials_of(tls_dir)
+        async with open_channel(address, credentials, (("grpc.enable_http_proxy", 0),)) as channel:
             check = channel.unary_unary(
                 "/grpc.health.v1.Health/Check",
                 request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

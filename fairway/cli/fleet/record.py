@@ -80,6 +80,8 @@ class FleetRecord(msgspec.Struct, frozen=True):
     phase: str
     # Restarts of each process that was restarted.
     restarts: Mapping[str, Restarts] = {}
+    # Names of the processes whose gRPC servers have TLS.
+    secured: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         write_json(path, msgspec.to_builtins(self))

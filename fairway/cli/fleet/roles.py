@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+import psutil
+
 from fairway.cli import embedded
+from fairway.cli.authority import opened_authority
 from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.options import EVERY_ADDRESS, LOOPBACK, UpOptions, search_path
 from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_answers, tcp_open
@@ -25,12 +30,18 @@ CLIENT_VARIABLES: Final = (
     "FAIRWAY_DIR",
     "FAIRWAY_HTTP",
     "FAIRWAY_CLI_DEBUG",
+    "FAIRWAY_TLS_DIR",
     "FAIRWAY_TRACES",
 )
 Settings = Sequence[tuple[str, str, str]]  # the type of UpOptions.settings
 # Settings that the installation derives from its options, and the options of the gateways' ones.
 _KV_MEMORY_BYTES: Final = 512 * 1024**2  # SmolLM2's context of 8,192 tokens takes 360 MiB
-_DERIVED: Final = {"FAIRWAY_LISTEN": "--grpc-port", "FAIRWAY_HTTP_LISTEN": "--http-port"}
+_DERIVED: Final = {
+    "FAIRWAY_LISTEN": "--grpc-port",
+    "FAIRWAY_HTTP_LISTEN": "--http-port",
+    "FAIRWAY_CLIENT_TLS": "--insecure",
+}
+_LOOPBACK: Final = ("127.", "localhost")
 _DEFAULT_DRAIN_S: Final = 10.0
 _STORE_STOP_S: Final = 10.0
 _STOP_SLACK_S: Final = 5.0  # time that a role may take beyond its drain
@@ -46,11 +57,18 @@ class Addresses:
     schedulers: int = 1
     controlplanes: int = 1
     host: str = LOOPBACK  # address on which the gateways listen; other roles listen on the loopback address
+    certs: Path | None = None  # folder of the operator's certificate; None: roles serve without TLS
 
     @classmethod
     def for_options(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
         counts = (options.workers, options.gateways, options.schedulers, options.controlplanes)
-        return cls(ports, *counts, options.host)
+        certs = None if options.insecure else StateDir.at(Path(options.state_dir)).operator_certs
+        return cls(ports, *counts, options.host, certs)
+
+    def tls_of(self, name: str) -> Path | None:
+        """Folder of the certificate for calls of a process; None: it serves without TLS."""
+        is_plain = role_of(name) == "gateway" and self.host.startswith(_LOOPBACK)
+        return None if is_plain else self.certs
 
     def of(self, name: str) -> str:
         """Address at which a program on this machine reaches the server."""
@@ -68,7 +86,8 @@ class Addresses:
 
     def http_url(self, name: str) -> str:
         """URL of a gateway's HTTP server."""
-        return f"http://{self.of(f'{name}_http')}"
+        scheme = "http" if self.tls_of(name) is None else "https"
+        return f"{scheme}://{self.of(f'{name}_http')}"
 
     @property
     def worker_names(self) -> tuple[str, ...]:
@@ -195,6 +214,11 @@ def role_environment(
         "FAIRWAY_INTERNAL_TOKEN_FILE": str(state.secret("internal_token")),
         "FAIRWAY_TICKET_KEY_FILE": str(state.secret("ticket_key")),
         "FAIRWAY_REGISTRY": addresses.of("registry"),
+        **(
+            {"FAIRWAY_INSECURE": "true"}
+            if addresses.certs is None
+            else {"FAIRWAY_TLS_DIR": str(addresses.certs.with_name(name))}
+        ),
     }
     if role == "gateway":
         for variable, face in (("FAIRWAY_LISTEN", "grpc"), ("FAIRWAY_HTTP_LISTEN", "http")):
@@ -214,6 +238,37 @@ def role_environment(
         variable: value for target in (role, name) for to, variable, value in settings if to == target
     }
     return {**defaults, **inherited, **required, **overrides}
+
+
+def write_certificates(state: StateDir, addresses: Addresses) -> None:
+    """Make the missing and due certificates of the processes, and the operator's. They are private files.
+
+    Gateways that listen beyond the loopback address are named by this machine's names and addresses too.
+    """
+    if addresses.certs is None:
+        return
+    with opened_authority(state.certs) as authority:
+        authority.create()
+        authority.issue("operator", "operator", due_only=True)
+        for name in addresses.role_names:
+            is_public = role_of(name) == "gateway" and addresses.tls_of(name) is not None
+            authority.issue(
+                role_of(name),
+                name,
+                dns=(socket.gethostname(),) if is_public else (),
+                addresses=_own_addresses() if is_public else (),
+                due_only=True,
+            )
+
+
+def _own_addresses() -> list[str]:
+    found = {
+        each.address
+        for listed in psutil.net_if_addrs().values()
+        for each in listed
+        if each.family == socket.AF_INET
+    }
+    return sorted(found)
 
 
 def check_settings(options: UpOptions) -> None:
@@ -245,7 +300,7 @@ def _role(
     env = role_environment(state, addresses, environ, name, settings)
     state.data(name).mkdir(parents=True, exist_ok=True)
     address = addresses.grpc_of(name)
-    probe = grpc_serving(address)
+    probe = grpc_serving(address, addresses.tls_of(name))
     if role_of(name) == "gateway":
         probe = all_of(probe, tcp_open(addresses.of(f"{name}_http")))
     return ProcessSpec(
@@ -255,6 +310,7 @@ def _role(
         log=state.log(name),
         probe=probe,
         address=address,
+        secured=addresses.tls_of(name) is not None,
         stop_s=_drain_s(env) + _STOP_SLACK_S,
     )
 

@@ -99,6 +99,7 @@ class ProcessSpec:
     log: Path  # file for stdout and stderr
     probe: Probe  # checks whether it serves
     address: str  # shown to the user
+    secured: bool = False  # whether its gRPC server has TLS
     # Sent to the process when the supervisor is killed.
     death_signal: int = signal.SIGKILL
     # How long it may take to serve.
@@ -455,6 +456,7 @@ class ProcessSupervisor:
             supervisor=self._own_id,
             children={name: child.id for name, child in self._children.items() if child.id is not None},
             addresses={name: child.spec.address for name, child in self._children.items()},
+            secured=tuple(name for name, child in self._children.items() if child.spec.secured),
             phase=self._phase,
             restarts=self._restarts,
         )

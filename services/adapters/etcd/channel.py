@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from aetcd import rpc
 
 from services.core.errors import InvalidInput, StorageFull, StoreUnavailable
 from services.ports.store import Compacted, LeaseLost
+from services.rpc.channel import channel_credentials
+from services.runtime.certificates import Certificates
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+_TRANSPORT: Final = re.compile("^https?://")
 NEEDS_LEADER: Final = (("hasleader", "true"),)  # a member cut off from its cluster ends the stream
 _OPTIONS: Final = (
     ("grpc.lb_policy_name", "round_robin"),
@@ -36,17 +40,28 @@ _OPTIONS: Final = (
 def targets(endpoints: Sequence[str]) -> tuple[str, ...]:
     """Return the gRPC targets for endpoints: one for all literal addresses, else one per name or socket.
 
-    An endpoint is ``host:port`` or ``unix:/PATH``, a path without commas.
+    An endpoint is ``host:port`` or ``unix:/PATH``, a path without commas. With TLS (``https://``) each is a
+    target, since the name or address of each is verified.
 
     Raises InvalidInput for an endpoint that is not one.
     """
     if not endpoints:
         raise InvalidInput("no etcd endpoint is configured", field="endpoints")
-    addresses = [endpoint.removeprefix("http://").rstrip("/") for endpoint in endpoints]
+    addresses = [_TRANSPORT.sub("", endpoint).rstrip("/") for endpoint in endpoints]
     kinds = {_kind(address) for address in addresses}
+    if is_secured(endpoints):
+        return tuple(f"dns:///{address}" for address in addresses)
     if kinds == {"ipv4"} or kinds == {"ipv6"}:
         return (f"{kinds.pop()}:{','.join(addresses)}",)
     return tuple(a if _kind(a) == "unix" else f"dns:///{a}" for a in addresses)
+
+
+def is_secured(endpoints: Sequence[str]) -> bool:
+    """Whether etcd is reached over TLS. Raises InvalidInput if some members are and others are not."""
+    secured = {endpoint.startswith("https://") for endpoint in endpoints}
+    if len(secured) > 1:
+        raise InvalidInput("etcd's endpoints are all https:// or none of them is", field="endpoints")
+    return secured == {True}
 
 
 def _kind(address: str) -> str:
@@ -72,17 +87,38 @@ class Stubs:
 
 
 class EtcdChannel:
-    """One gRPC channel over all literal addresses, or one per host name; a failure selects the next name."""
+    """One gRPC channel over all literal addresses, or one per host name; a failure selects the next name.
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
-        self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in targets(endpoints)]
-        self._stubs = [_stubs(channel) for channel in self._channels]
+    With ``certificates``, which https:// needs, channels are replaced after the certificate was. Watches on
+    the earlier ones go on until they end.
+    """
+
+    def __init__(self, endpoints: Sequence[str], certificates: Certificates | None = None) -> None:
+        self._targets = targets(endpoints)
+        self._certificates = certificates if is_secured(endpoints) else None
+        if is_secured(endpoints) and certificates is None:
+            raise InvalidInput("etcd's https:// endpoints need FAIRWAY_TLS_DIR", field="endpoints")
+        self._identity = None if self._certificates is None else self._certificates.current()
         self._current = 0
         self.members = len(endpoints)
+        self._open()
+
+    def _open(self) -> None:
+        if self._identity is None:
+            self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in self._targets]
+        else:
+            credentials = channel_credentials(self._identity)
+            self._channels = [
+                grpc.aio.secure_channel(t, credentials, options=_OPTIONS) for t in self._targets
+            ]
+        self._stubs = [_stubs(channel) for channel in self._channels]
 
     @contextmanager
     def stubs(self) -> Iterator[Stubs]:
         """Yield the stubs to use. A gRPC error inside the block becomes an error of the store port."""
+        if self._certificates is not None and self._certificates.current() is not self._identity:
+            self._identity = self._certificates.current()
+            self._open()
         used = self._current
         try:
             yield self._stubs[used]

@@ -32,6 +32,7 @@ from services.ports.store import (
     ValueIs,
     WatchBatch,
 )
+from services.runtime.certificates import Certificates
 from services.runtime.reserve import RESERVE_RATIO, Reserve
 
 log = structlog.get_logger()
@@ -158,14 +159,16 @@ class EtcdStore:
         progress_s: float = 6.0,
         silence_s: float = 8.0,
         quota_bytes: int = 2 * 1024**3,
+        certificates: Certificates | None = None,
     ) -> None:
-        """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster.
+        """Connects at the first call. ``endpoints`` are ``host:port``, all of one cluster, or
+        ``https://host:port`` for TLS, which needs ``certificates``.
 
         A watch that receives no message for ``progress_s`` requests one, and is closed after ``silence_s``.
         ``quota_bytes`` is what etcd was started with.
         Raises InvalidInput for an invalid endpoint.
         """
-        self._channel = EtcdChannel(endpoints)
+        self._channel = EtcdChannel(endpoints, certificates)
         self._leases = LeaseStream(self._channel)
         self.space = EtcdSpace(quota_bytes, clock)
         self._clock = clock

@@ -12,6 +12,7 @@ from services.core.errors import FairwayError
 from services.ports.streams import ClientStream, StreamLost, StreamMethod
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.status import from_rpc_error
+from services.runtime.certificates import Certificates
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -23,14 +24,15 @@ _CLOSED: Final = "the stream was closed on this side"
 class GrpcStreams:
     """Implements ``ports.message_stream.StreamClient``: each stream has its own channel."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, certificates: Certificates | None = None) -> None:
         self._metadata = auth_metadata(token)
+        self._certificates = certificates
 
     async def open(
         self, address: str, method: StreamMethod[Out, In], *, timeout_s: float
     ) -> ClientStream[Out, In]:
         """Return at once; the first write waits for the connection."""
-        channel = open_channel(address)
+        channel = open_channel(address, method.role, self._certificates)
         request, response = method.request, method.response
         call = channel.stream_stream(
             method.path,

@@ -23,9 +23,10 @@ from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDir
 from services.core.arms import SliReceipt, SliReport
 from services.core.errors import FairwayError, NoLeader, Unavailable
 from services.ports.clock import Clock
-from services.rpc.channel import auth_metadata, open_channel
+from services.rpc.channel import RoleChannel, auth_metadata
 from services.rpc.convert.slis import report_to_proto
 from services.rpc.status import from_rpc_error
+from services.runtime.certificates import Certificates
 
 Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
 QUEUES_S: Final = 3.0
@@ -39,13 +40,21 @@ USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of t
 class LeaderCalls:
     """Keeps a channel to the last leader; the owner closes it. ``role`` names the leader in errors."""
 
-    def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, role: str) -> None:
+    def __init__(
+        self,
+        directory: LeaderDirectory,
+        internal_token: str,
+        clock: Clock,
+        certificates: Certificates | None = None,
+        *,
+        role: str,
+    ) -> None:
         self._directory = directory
         self._metadata = auth_metadata(internal_token)
         self._clock = clock
+        self._certificates = certificates
         self._role = role
-        self._address = ""
-        self._channel: grpc.aio.Channel | None = None
+        self._channel: RoleChannel | None = None
 
     async def call(self, method: Method, request: Message, timeout_s: float) -> Any:
         """Return the leader's response. Raises NoLeader after the timeout, or the leader's error."""
@@ -66,11 +75,12 @@ class LeaderCalls:
             await channel.close()
 
     async def _call(self, leader: LeaderAddress, method: Method, request: Message, timeout_s: float) -> Any:
-        if self._channel is None or self._address != leader.address:
+        if self._channel is None or self._channel.address != leader.address:
             await self.close()
-            self._address, self._channel = leader.address, open_channel(leader.address)
+            role = self._role.replace(" ", "")
+            self._channel = RoleChannel(leader.address, role, self._certificates)
         try:
-            return await method(self._channel)(request, timeout=timeout_s, metadata=self._metadata)
+            return await method(self._channel())(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as failure:
             raise self._error_of(failure, leader) from failure
 
@@ -90,9 +100,15 @@ class GrpcQueues(LeaderCalls):
     """
 
     def __init__(
-        self, directory: LeaderDirectory, internal_token: str, clock: Clock, *, timeout_s: float = QUEUES_S
+        self,
+        directory: LeaderDirectory,
+        internal_token: str,
+        clock: Clock,
+        certificates: Certificates | None = None,
+        *,
+        timeout_s: float = QUEUES_S,
     ) -> None:
-        super().__init__(directory, internal_token, clock, role="scheduler")
+        super().__init__(directory, internal_token, clock, certificates, role="scheduler")
         self._timeout_s = timeout_s
 
     async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
@@ -123,8 +139,14 @@ class GrpcSlis(LeaderCalls):
     Implements the gateway's port and ``controlplane.objectives.servicer.LeadingSlis``.
     """
 
-    def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
-        super().__init__(directory, internal_token, clock, role="control plane")
+    def __init__(
+        self,
+        directory: LeaderDirectory,
+        internal_token: str,
+        clock: Clock,
+        certificates: Certificates | None = None,
+    ) -> None:
+        super().__init__(directory, internal_token, clock, certificates, role="control plane")
 
     async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
         request = slis_pb2.ReportSlisRequest(
@@ -156,8 +178,14 @@ class GrpcUsage(LeaderCalls):
     Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.servicer.LeadingLedger``.
     """
 
-    def __init__(self, directory: LeaderDirectory, internal_token: str, clock: Clock) -> None:
-        super().__init__(directory, internal_token, clock, role="control plane")
+    def __init__(
+        self,
+        directory: LeaderDirectory,
+        internal_token: str,
+        clock: Clock,
+        certificates: Certificates | None = None,
+    ) -> None:
+        super().__init__(directory, internal_token, clock, certificates, role="control plane")
 
     async def report(
         self, source: str, first: int, events: Sequence[usage_pb2.UsageEvent], lost_until: int, apart: int

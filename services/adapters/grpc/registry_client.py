@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 import grpc
@@ -20,10 +20,13 @@ CHUNK_TIMEOUT_S: Final = 120.0
 
 
 class RegistryClient:
-    """The caller opens and closes the channel. ``token`` is the internal token or an admin key."""
+    """``channel`` returns the channel of a call that begins; its owner closes it.
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
-        self._stub = registry_pb2_grpc.RegistryServiceStub(channel)
+    ``token`` is the internal token or an admin key.
+    """
+
+    def __init__(self, channel: Callable[[], grpc.aio.Channel], token: str) -> None:
+        self._channel = channel
         self._metadata = auth_metadata(token)
 
     async def get_version(self, model: str, version: str) -> tuple[VersionRecord, Manifest]:
@@ -33,7 +36,7 @@ class RegistryClient:
         """
         request = registry_pb2.GetVersionRequest(model=model, version=version)
         try:
-            answer = await self._stub.GetVersion(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
+            answer = await self._stub().GetVersion(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc) from exc
         record, manifest = record_from_proto(answer.version), manifest_from_proto(answer.version.manifest)
@@ -52,7 +55,7 @@ class RegistryClient:
     async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a chunk from an offset on, unverified. Raises NotFound, Unavailable."""
         request = registry_pb2.DownloadChunkRequest(digest=digest, offset_bytes=offset_bytes)
-        call = self._stub.DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
+        call = self._stub().DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
         try:
             async for part in call:
                 yield part.data
@@ -60,3 +63,6 @@ class RegistryClient:
             raise from_rpc_error(exc) from exc
         finally:
             call.cancel()
+
+    def _stub(self) -> registry_pb2_grpc.RegistryServiceAsyncStub:
+        return registry_pb2_grpc.RegistryServiceStub(self._channel())

@@ -12,7 +12,16 @@ from redis.crc import key_slot
 
 from services.adapters.redis.reservation_calls import slots_key
 from services.adapters.redis.scripts import AWAY, RedisScripts, Script
-from services.adapters.redis.topologies import Node, SlotMap, is_cluster, node_url, nodes_of, read_slots
+from services.adapters.redis.topologies import (
+    NO_ACCESS,
+    Node,
+    RedisAccess,
+    SlotMap,
+    is_cluster,
+    node_url,
+    nodes_of,
+    read_slots,
+)
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 
@@ -29,12 +38,12 @@ class ClusterScripts:
     """
 
     def __init__(
-        self, url: str, clock: Clock, *, timeout_s: float, password: str | None, repeatable: bool
+        self, url: str, clock: Clock, *, timeout_s: float, access: RedisAccess, repeatable: bool
     ) -> None:
         self._url = url
         self._clock = clock
         self._timeout_s = timeout_s
-        self._password = password
+        self._access = access
         self._repeatable = repeatable
         self._registered: list[tuple[str, ...]] = []
         self._nodes: dict[Node, RedisScripts] = {}
@@ -108,7 +117,7 @@ class ClusterScripts:
                 node_url(self._url, address),
                 self._clock,
                 timeout_s=self._timeout_s,
-                password=self._password,
+                access=self._access,
                 repeatable=self._repeatable,
             )
             for names in self._registered:
@@ -124,9 +133,7 @@ class ClusterScripts:
             known = dict.fromkeys([address for _, address in self._slots] + list(nodes_of(self._url)))
             for address in list(known)[:_MAP_NODES]:
                 try:
-                    found = await read_slots(
-                        node_url(self._url, address), self._password, self._timeout_s / 2
-                    )
+                    found = await read_slots(node_url(self._url, address), self._access, self._timeout_s / 2)
                 except AWAY:
                     continue
                 if found:
@@ -144,14 +151,12 @@ def _first(entry: tuple[int, Node]) -> int:
 
 
 def open_scripts(
-    url: str, clock: Clock, *, timeout_s: float, password: str | None = None, repeatable: bool = False
+    url: str, clock: Clock, *, timeout_s: float, access: RedisAccess = NO_ACCESS, repeatable: bool = False
 ) -> RedisScripts | ClusterScripts:
     """Return the scripts of the Redis at the URL. The caller closes them.
 
     ``timeout_s`` bounds each connection attempt and each batch. ``repeatable``: a second run of any script
     admits nothing more, so a batch whose connection broke is sent once more.
-
-    A password in the URL takes precedence over ``password``, which keeps it out of the environment.
     """
     kind = ClusterScripts if is_cluster(url) else RedisScripts
-    return kind(url, clock, timeout_s=timeout_s, password=password, repeatable=repeatable)
+    return kind(url, clock, timeout_s=timeout_s, access=access, repeatable=repeatable)

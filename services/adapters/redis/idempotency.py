@@ -21,6 +21,7 @@ from services.adapters.quotas.quota import decode_claims
 from services.adapters.redis.cluster import open_scripts
 from services.adapters.redis.memory import KEY_BYTES, RedisMemory
 from services.adapters.redis.reservation_calls import RESERVATION, arguments_of, keys_of, slots_key
+from services.adapters.redis.topologies import NO_ACCESS, RedisAccess
 from services.core.generation import Usage
 from services.ports.clock import Clock
 from services.ports.idempotency import (
@@ -60,13 +61,13 @@ class RedisIdempotency:
         limits: RecordLimits | None = None,
         *,
         timeout_s: float = 0.25,
-        password: str | None = None,
+        access: RedisAccess = NO_ACCESS,
         memory: RedisMemory | None = None,
     ) -> None:
         """``memory`` bounds what a tenant keeps by what Redis has left."""
         self._most = limits if limits is not None else RecordLimits()
         self._memory = memory
-        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password)
+        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, access=access)
         self._claim = self._scripts.script("common", "idem_common", "idem_claim")
         self._append = self._scripts.script("common", "idem_common", "idem_append")
         self._end = self._scripts.script(*RESERVATION, "idem_common", "idem_end")

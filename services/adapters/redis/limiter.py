@@ -43,6 +43,7 @@ from services.adapters.redis.reservation_calls import (
     record_key,
     slots_key,
 )
+from services.adapters.redis.topologies import NO_ACCESS, RedisAccess
 from services.core.errors import OverQuota, RequestRateExceeded, StoreUnavailable
 from services.core.generation import Usage
 from services.core.limits import TOKEN_RATES, Claim, Limit, LimitKind, Price, RateState
@@ -73,7 +74,7 @@ class RedisLimiter:
         url: str,
         clock: Clock,
         *,
-        password: str | None = None,
+        access: RedisAccess = NO_ACCESS,
         timeout_s: float = TIMEOUT_S,
         lease_s: float = 60.0,
         settled_keep_s: float = SETTLED_KEEP_S,
@@ -82,14 +83,12 @@ class RedisLimiter:
         """``settled_keep_s``: for how long a confirmed settlement is stored. ``grace_s``: for how long no
         lapsed reservation is settled after Redis was found again, since nobody could renew it meanwhile; by
         default half a lease.
-
-        A password in the URL takes precedence over ``password``, which keeps it out of the environment.
         """
         self._clock = clock
         self._lease_us = round(lease_s * 1e6)
         self._settled_keep_ms = round(settled_keep_s * 1e3)
         self._grace_s = lease_s / 2 if grace_s is None else grace_s
-        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
+        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, access=access, repeatable=True)
         self._reserve = self._scripts.script(*RESERVATION, "reserve")
         self._renew = self._scripts.script(*RESERVATION, "renew")
         self._settle = self._scripts.script(*RESERVATION, "settle")

@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 
 from services.adapters.redis.cluster import open_scripts
+from services.adapters.redis.topologies import NO_ACCESS, RedisAccess
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.ports.idempotency import RecordLimits
@@ -33,11 +34,17 @@ class RedisMemory:
     """The memory of one Redis, or of the fullest node of a cluster. The caller runs and closes it."""
 
     def __init__(
-        self, url: str, clock: Clock, reserve: Reserve, *, password: str | None = None, timeout_s: float = 1.0
+        self,
+        url: str,
+        clock: Clock,
+        reserve: Reserve,
+        *,
+        access: RedisAccess = NO_ACCESS,
+        timeout_s: float = 1.0,
     ) -> None:
         self.reserve = reserve
         self._clock = clock
-        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, password=password, repeatable=True)
+        self._scripts = open_scripts(url, clock, timeout_s=timeout_s, access=access, repeatable=True)
         self._max_bytes = 0
         self._measured_bytes = 0  # free at the last measurement
         self._measured_s = clock.monotonic_s()

@@ -22,7 +22,7 @@ import hiredis
 import redis.exceptions
 import structlog
 
-from services.adapters.redis.topologies import close_pool, connection_pool
+from services.adapters.redis.topologies import NO_ACCESS, RedisAccess, close_pool, connection_pool
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -188,14 +188,12 @@ class RedisScripts:
         clock: Clock,
         *,
         timeout_s: float,
-        password: str | None = None,
+        access: RedisAccess = NO_ACCESS,
         repeatable: bool = False,
         lanes: int = _LANES,
     ) -> None:
         """``timeout_s`` bounds each connection attempt and each batch. ``repeatable``: a second run of any
         script admits nothing more, so a batch whose connection broke is sent once more.
-
-        A password in the URL takes precedence over ``password``, which keeps it out of the environment.
         """
         self._clock = clock
         self._timeout_s = timeout_s
@@ -203,7 +201,7 @@ class RedisScripts:
         self._breaker = CircuitBreaker()
         self._available_since_s = clock.monotonic_s()
         self._refusal, self._refused_s = "", -math.inf
-        self._pool: Any = connection_pool(url, password, timeout_s)
+        self._pool: Any = connection_pool(url, access, timeout_s)
         self._scripts: list[Script] = []
         self._queue = CallQueue()
         self._max_lanes = lanes

@@ -4,12 +4,15 @@
     redis+sentinel://HOST:PORT,HOST:PORT/SERVICE         the master that the Sentinels name
     redis+cluster://HOST:PORT,HOST:PORT                  the masters of a cluster, each with its slots
 
-``rediss+...`` uses TLS to the data nodes. Sentinels are asked without a password.
+``rediss+...`` uses TLS to the data nodes. Sentinels are reached without TLS and without a password.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from ssl import SSLContext
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -26,12 +29,44 @@ _SENTINELS_TRIED: Final = 3  # within the time of one connection attempt
 _DEFAULT_PORTS: Final = {"sentinel": 26379, "cluster": 6379}
 
 
+@dataclass(frozen=True, slots=True)
+class RedisAccess:
+    """What Redis accepts besides the URL. A password in the URL takes precedence over ``password``.
+
+    ``contexts`` returns the present certificate and authorities for rediss:// URLs; without it Redis is
+    verified by the system's authorities.
+    """
+
+    password: str | None = None
+    contexts: Callable[[], SSLContext] | None = None
+
+
+NO_ACCESS: Final = RedisAccess()
+
+
 def is_cluster(url: str) -> bool:
     return urlsplit(url).scheme in ("redis+cluster", "rediss+cluster")
 
 
-def connection_pool(url: str, password: str | None, timeout_s: float) -> Any:
+def connection_pool(url: str, access: RedisAccess, timeout_s: float) -> Any:
     """Return a pool whose connections reach the server, or the present master of the URL's service."""
+    pool = _pool(url, access.password, timeout_s)
+    if access.contexts is not None and urlsplit(url).scheme.startswith("rediss"):
+        pool.connection_class = _renewed(pool.connection_class, access.contexts)
+    return pool
+
+
+def _renewed(kind: type[Any], contexts: Callable[[], SSLContext]) -> type[Any]:
+    """Return the kind of connection with the present context at each connect: the library would keep one."""
+
+    class Renewed(kind):  # type: ignore[misc]
+        def _connection_arguments(self) -> Any:
+            return {**super()._connection_arguments(), "ssl": contexts()}
+
+    return Renewed
+
+
+def _pool(url: str, password: str | None, timeout_s: float) -> Any:
     once: dict[str, Any] = {"socket_timeout": None, "socket_connect_timeout": None, "retry": _once()}
     if urlsplit(url).scheme not in ("redis+sentinel", "rediss+sentinel"):
         return redis.asyncio.ConnectionPool.from_url(url, password=password, **once)
@@ -45,9 +80,9 @@ def connection_pool(url: str, password: str | None, timeout_s: float) -> Any:
     return SentinelConnectionPool(service, sentinels, **once)  # type: ignore[no-untyped-call]
 
 
-async def read_slots(url: str, password: str | None, timeout_s: float) -> SlotMap:
+async def read_slots(url: str, access: RedisAccess, timeout_s: float) -> SlotMap:
     """Return the map of a cluster, as the node at the URL has it. Raises what a connection does."""
-    connection = connection_pool(url, password, timeout_s).make_connection()
+    connection = connection_pool(url, access, timeout_s).make_connection()
     try:
         async with asyncio.timeout(timeout_s):
             await connection.connect()

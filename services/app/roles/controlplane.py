@@ -63,8 +63,7 @@ def controlplane(environment: Environment) -> Role:
     audited, reader, sequencer = _open_audit(environment, election)
     service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
-    queues = GrpcQueues(open_directory(environment), environment.internal_token, clock)
-    environment.closing.push_async_callback(queues.close)
+    queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
@@ -139,6 +138,13 @@ def _open_audit(
     )
     environment.supervisor.spawn("audit log", sequencer.run())
     return audited, AuditReader(audited, tiles), sequencer
+
+
+def _open_queues(environment: Environment) -> GrpcQueues:
+    token, schedulers = environment.internal_token, open_directory(environment)
+    queues = GrpcQueues(schedulers, token, environment.clock, environment.certificates)
+    environment.closing.push_async_callback(queues.close)
+    return queues
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

@@ -80,6 +80,7 @@ from services.ports.streams import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import RpcService
 from services.rpc.status import by_reason
+from services.runtime.certificates import renewed_context
 from services.runtime.config import Settings, read_secret
 from services.runtime.fleet_state.indexes import ObjectiveIndex, TenantBudgets
 from services.runtime.identity import KeyDirectory
@@ -215,7 +216,16 @@ def _http_server(
         limits=HttpLimits(settings.max_body_bytes, status_wait_s=settings.status_wait_s),
     )
     host, _, port = settings.http_listen.rpartition(":")
-    return HttpServer(app, host, int(port), max_body_bytes=settings.max_body_bytes)
+    certificates = environment.client_tls(settings.http_listen)
+    return HttpServer(
+        app,
+        host,
+        int(port),
+        max_body_bytes=settings.max_body_bytes,
+        context=None
+        if certificates is None
+        else renewed_context(certificates, server=True, verify_peer=False),
+    )
 
 
 def _http_observer(metrics: Metrics) -> ObserveExchange:
@@ -361,7 +371,7 @@ def _gateway_ports(
 ) -> tuple[Ports, LeasedRows]:
     """Return what requests act through, and what runs the rows of fixed-cost models."""
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
-    streams = GrpcStreams(environment.internal_token)
+    streams = GrpcStreams(environment.internal_token, environment.certificates)
     leases = GatewayLeases(
         clock, AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
     )

@@ -13,7 +13,7 @@ from services.adapters.record_cipher import EncryptedRecords, RecordCipher
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.memory import RedisMemory
 from services.app.environment import Environment
-from services.app.roles.shared import open_redis, redis_password
+from services.app.roles.shared import open_redis, redis_access
 from services.core.errors import StoreUnavailable
 from services.core.limits import TOKEN_RATES, LimitKind
 from services.core.records import GATEWAYS, Gateway, dump
@@ -36,11 +36,11 @@ class GatewayQuotas:
     def __init__(self, environment: Environment) -> None:
         settings, clock = environment.settings, environment.clock
         self._supervisor = environment.supervisor
-        password = redis_password(settings)
+        access = redis_access(environment)
         self._redis = redis = open_redis(environment)
         self._memory = memory = _open_memory(environment)
         self._record_store = RedisIdempotency(
-            settings.redis_url, clock, _record_limits(settings), password=password, memory=memory
+            settings.redis_url, clock, _record_limits(settings), access=access, memory=memory
         )
         environment.closing.push_async_callback(self._record_store.close)
         cipher = RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
@@ -108,7 +108,7 @@ def _open_memory(environment: Environment) -> RedisMemory:
     mend = "wait until records expire, or raise Redis's maxmemory"
     reserve = Reserve("Redis", mend, environment.clock)
     environment.reserves.append(reserve)
-    memory = RedisMemory(settings.redis_url, environment.clock, reserve, password=redis_password(settings))
+    memory = RedisMemory(settings.redis_url, environment.clock, reserve, access=redis_access(environment))
     environment.closing.push_async_callback(memory.close)
     return memory
 
@@ -119,7 +119,7 @@ def _open_records(
     """Return a store of records with limits of its own."""
     settings = environment.settings
     records = RedisIdempotency(
-        settings.redis_url, environment.clock, limits, password=redis_password(settings), memory=memory
+        settings.redis_url, environment.clock, limits, access=redis_access(environment), memory=memory
     )
     environment.closing.push_async_callback(records.close)
     return EncryptedRecords(records, cipher)

@@ -83,6 +83,6 @@ async def start_outbox(environment: Environment, outbox: DiskOutbox) -> None:
 def _leader(environment: Environment) -> GrpcUsage:
     """Return the calls to the leading control plane's ledger."""
     directory = open_directory(environment, "controlplane")
-    calls = GrpcUsage(directory, environment.internal_token, environment.clock)
+    calls = GrpcUsage(directory, environment.internal_token, environment.clock, environment.certificates)
     environment.closing.push_async_callback(calls.close)
     return calls

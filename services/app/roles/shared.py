@@ -9,10 +9,12 @@ from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.model_files.cache import RESERVE_BYTES, ModelFiles
 from services.adapters.redis.limiter import RedisLimiter
+from services.adapters.redis.topologies import RedisAccess
 from services.app.environment import Environment
 from services.core.records import Leader, dump, leader_key
-from services.rpc.channel import open_channel
-from services.runtime.config import Settings, read_password
+from services.rpc.channel import RoleChannel
+from services.runtime.certificates import renewed_context
+from services.runtime.config import read_password
 from services.runtime.fleet_state.leadership import Election
 
 
@@ -45,15 +47,18 @@ def open_directory(environment: Environment, role: str = "scheduler") -> Schedul
     return directory
 
 
-def redis_password(settings: Settings) -> str | None:
-    file = settings.redis_password_file
-    return read_password(file) if file is not None else None
+def redis_access(environment: Environment) -> RedisAccess:
+    file, certificates = environment.settings.redis_password_file, environment.store_certificates
+    return RedisAccess(
+        None if file is None else read_password(file),
+        None if certificates is None else renewed_context(certificates, server=False, verify_peer=True),
+    )
 
 
 def open_redis(environment: Environment) -> RedisLimiter:
     """Return the limiter's store, which connects with the first call."""
     settings = environment.settings
-    redis = RedisLimiter(settings.redis_url, environment.clock, password=redis_password(settings))
+    redis = RedisLimiter(settings.redis_url, environment.clock, access=redis_access(environment))
     environment.closing.push_async_callback(redis.close)
     return redis
 
@@ -63,7 +68,7 @@ def open_model_files(
 ) -> ModelFiles:
     """Return the cache of model files. A gateway's are small and serve all tenants: they use the reserve."""
     settings = environment.settings
-    channel = open_channel(settings.registry)
+    channel = RoleChannel(settings.registry, "registry", environment.certificates)
     environment.closing.push_async_callback(channel.close)
     client = RegistryClient(channel, environment.internal_token)
     root: Path = settings.state_dir / "models"

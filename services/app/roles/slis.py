@@ -59,6 +59,6 @@ def open_sli_recorder(environment: Environment) -> SliRecorder:
 def _leader(environment: Environment) -> GrpcSlis:
     """Return the calls to the leading control plane's store of indicators."""
     directory = open_directory(environment, "controlplane")
-    calls = GrpcSlis(directory, environment.internal_token, environment.clock)
+    calls = GrpcSlis(directory, environment.internal_token, environment.clock, environment.certificates)
     environment.closing.push_async_callback(calls.close)
     return calls

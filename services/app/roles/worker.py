@@ -56,7 +56,7 @@ def worker(environment: Environment) -> Role:
     agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files, device)
     reporter = Reporter(
-        StreamReportLinks(GrpcStreams(environment.internal_token), schedulers),
+        StreamReportLinks(GrpcStreams(environment.internal_token, environment.certificates), schedulers),
         clock,
         environment.supervisor,
         agent.take_snapshot,
@@ -121,7 +121,7 @@ def _agent(
                 settings.worker_id,
                 settings.followers,
                 settings.ranks_address,
-                GrpcStreams(environment.internal_token),
+                GrpcStreams(environment.internal_token, environment.certificates),
             ),
             clock,
             supervisor,

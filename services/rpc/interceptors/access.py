@@ -23,6 +23,7 @@ from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.connections import Connections, UnauthenticatedCalls, source_of
 from services.rpc.interceptors.base import AroundInterceptor, Call, Context
+from services.rpc.peers import PeerRules
 from services.runtime.audit import begin_call
 from services.runtime.identity import act_for
 from services.runtime.process.tenant_turns import run_as
@@ -67,7 +68,10 @@ def access_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[i
 
 
 class AccessControl(AroundInterceptor):
-    """Identifies the caller by `authorization: Bearer <key or internal token>` and applies the table."""
+    """Identifies the caller by `authorization: Bearer <key or internal token>` and applies the table.
+
+    With ``peers``, the certificate of the connection has to be one that may present this credential.
+    """
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class AccessControl(AroundInterceptor):
         internal_token: str,
         connections: Connections,
         unauthenticated: UnauthenticatedCalls,
+        peers: PeerRules | None = None,
     ) -> None:
         super().__init__()
         if len(internal_token) < 32:
@@ -85,6 +90,7 @@ class AccessControl(AroundInterceptor):
         self._internal = internal_token.encode()
         self._connections = connections
         self._unauthenticated = unauthenticated
+        self._peers = peers
         self._running: dict[str, int] = {}
         self._all = 0
 
@@ -106,6 +112,8 @@ class AccessControl(AroundInterceptor):
             if allowed is None:
                 raise PermissionDenied(f"{method} has no access rule")
             who = self._identify(method, context, allowed)
+            if self._peers is not None:
+                self._peers.check(method, context, is_service=who is None)
         except FairwayError:
             self._unauthenticated.refused(peer)
             raise

@@ -20,8 +20,10 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from fairway.tls import SpiffeId
 from services.core.errors import FailedPrecondition
-from services.runtime.connections import ConnectionTable, head_problem
+from services.runtime.certificates import Certificates, renewed_context
+from services.runtime.connections import ConnectionTable, TlsGate, head_problem
 
 log = structlog.get_logger()
 
@@ -30,11 +32,13 @@ MAX_CONNECTIONS: Final = 64
 MAX_PER_SOURCE: Final = 16
 HEAD_TIMEOUT_S: Final = 2.0
 TIMEOUT_S: Final = 5.0
+ROLES: Final = ("monitor", "operator")  # whose certificates read the metrics
 _OPENMETRICS: Final = "application/openmetrics-text"
 _TEXT: Final = "text/plain; charset=utf-8"
 _REASONS: Final = {
     200: "OK",
     400: "Bad Request",
+    403: "Forbidden",
     404: "Not Found",
     405: "Method Not Allowed",
     503: "Service Unavailable",
@@ -47,7 +51,8 @@ class TelemetryServer:
     """Serves from ``start`` until ``stop``. ``problems`` returns why the process does not serve; ``notices``,
     the problems with which it still serves.
 
-    A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its response.
+    A connection has ``head_timeout_s`` for its request and ``timeout_s`` for its response. With
+    ``certificates`` it has TLS, and serves certificates of ``ROLES`` alone.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class TelemetryServer:
         *,
         problems: Callable[[], tuple[str, ...]],
         notices: Callable[[], tuple[str, ...]] = tuple,
+        certificates: Certificates | None = None,
         timeout_s: float = TIMEOUT_S,
         head_timeout_s: float = HEAD_TIMEOUT_S,
     ) -> None:
@@ -64,9 +70,14 @@ class TelemetryServer:
         self._listen = listen
         self._problems = problems
         self._notices = notices
+        self._certificates = certificates
         self._timeout_s = timeout_s
         self._head_timeout_s = head_timeout_s
         self._table = ConnectionTable(MAX_CONNECTIONS, MAX_PER_SOURCE)
+        self._tls: TlsGate | None = None
+        if certificates is not None:
+            context = renewed_context(certificates, server=True, verify_peer=True)
+            self._tls = TlsGate(self._table, context, head_timeout_s)
         self._rendering = asyncio.Lock()
         self._begun = 0  # number of texts begun
         self._texts: dict[str, _Text] = {}  # the last one by content type; there are two
@@ -82,7 +93,7 @@ class TelemetryServer:
         """Listen. Raises FailedPrecondition when the address cannot be bound."""
         host, _, port = self._listen.rpartition(":")
         try:
-            self._server = await asyncio.start_server(self._serve, host, int(port), limit=MAX_HEAD_BYTES)
+            self._server = await asyncio.get_running_loop().create_server(self._door, host, int(port))
         except OSError as exc:
             raise FailedPrecondition(
                 f"cannot listen on {self._listen}: {exc.strerror}; "
@@ -97,9 +108,19 @@ class TelemetryServer:
         server, self._server = self._server, None
         if server is not None:
             server.close()
+        if self._tls is not None:
+            await self._tls.close()
+
+    def _door(self) -> asyncio.Protocol:
+        def make() -> asyncio.Protocol:
+            reader = asyncio.StreamReader(limit=MAX_HEAD_BYTES)
+            return asyncio.StreamReaderProtocol(reader, self._serve)
+
+        return make() if self._tls is None else self._tls.protocol(make)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self._table.admit(writer.transport):
+        connection = writer.transport
+        if self._tls is None and not self._table.admit(connection):
             return
         try:
             # A peer that disconnects, stalls or sends an invalid head gets no response, or part of one.
@@ -112,15 +133,27 @@ class TelemetryServer:
             ):
                 async with asyncio.timeout(self._head_timeout_s):
                     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                self._table.update(writer.transport, busy=True, authenticated=False)
+                self._table.update(connection, busy=True, authenticated=False)
                 async with asyncio.timeout(self._timeout_s):
-                    status, content_type, body = await self._answer(head)
+                    problem = self._peer_problem(writer)
+                    status, content_type, body = problem or await self._answer(head)
                     writer.write(_head(status, content_type, len(body)) + body)
                     writer.close()
                     await writer.wait_closed()
         finally:
-            self._table.remove(writer.transport)
+            self._table.remove(connection)
             writer.transport.abort()  # drops what the peer has not received by now
+
+    def _peer_problem(self, writer: asyncio.StreamWriter) -> Answer | None:
+        """Return the refusal of a certificate that the handshake accepted and that is not for metrics."""
+        if self._certificates is None:
+            return None
+        names = writer.get_extra_info("peercert")["subjectAltName"]
+        found = [SpiffeId.parse(value) for kind, value in names if kind == "URI"]
+        own = self._certificates.current().id.trust_domain
+        if len(found) == 1 and found[0] and (found[0].trust_domain, found[0].role in ROLES) == (own, True):
+            return None
+        return 403, _TEXT, f"metrics need a certificate of the role {' or '.join(ROLES)}\n".encode()
 
     async def _answer(self, head: str) -> Answer:
         request, *lines = head.split("\r\n")

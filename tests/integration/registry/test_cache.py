@@ -167,11 +167,11 @@ import asyncio, sys
 from pathlib import Path
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.grpc.registry_client import RegistryClient
-from services.rpc.channel import open_channel
+from services.rpc.channel import RoleChannel
 from services.runtime.clock import SystemClock
 async def main():
     address, root, digest, token = sys.argv[1:]
-    client = RegistryClient(open_channel(address), token)
+    client = RegistryClient(RoleChannel(address), token)
     files = ModelFiles(client, Path(root), SystemClock(), max_bytes=10**9)
     print("ready", await files.fetch("tiny", digest), flush=True)
     await asyncio.sleep(3600)

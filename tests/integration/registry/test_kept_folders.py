@@ -55,7 +55,9 @@ async def test_kept_version_needs_no_registry(registry: Registry, folder: Path, 
     models.close()
     nowhere = open_channel("127.0.0.1:1")
     try:
-        path = await files(RegistryClient(nowhere, TOKEN), tmp_path / "cache").fetch("tiny", done.digest)
+        path = await files(RegistryClient(lambda: nowhere, TOKEN), tmp_path / "cache").fetch(
+            "tiny", done.digest
+        )
         assert same(folder, path)
     finally:
         await nowhere.close()

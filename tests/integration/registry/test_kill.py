@@ -150,11 +150,11 @@ import asyncio, sys
 from pathlib import Path
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.grpc.registry_client import RegistryClient
-from services.rpc.channel import open_channel
+from services.rpc.channel import RoleChannel
 from services.runtime.clock import SystemClock
 async def main():
     address, root, model, digest, token = sys.argv[1:]
-    client = RegistryClient(open_channel(address), token)
+    client = RegistryClient(RoleChannel(address), token)
     files = ModelFiles(client, Path(root), SystemClock(), max_bytes=10**9)
     await files.fetch(model, digest)
 asyncio.run(main())
@@ -180,7 +180,7 @@ async def test_fetches_outlast_a_kill_of_either_side(
     assert 0 < kept < WEIGHT_BYTES, "it was not killed amid the download"
     proxy.reset()
     async with open_channel(proxy.address) as channel:
-        files = ModelFiles(RegistryClient(channel, TOKEN), cache, SystemClock(), max_bytes=10**9)
+        files = ModelFiles(RegistryClient(lambda: channel, TOKEN), cache, SystemClock(), max_bytes=10**9)
         fetching = asyncio.ensure_future(files.fetch(MODEL, done.digest))
         await until(lambda: proxy.down > HALF // 2)
         registry.kill()
@@ -207,7 +207,7 @@ async def test_a_registry_on_an_object_store(
         again, _ = await publish_through(registry.address, folder, registry.admin)
         assert (again.digest, again.created, again.uploaded_bytes) == (done.digest, False, 0)
         async with open_channel(registry.address) as channel:
-            client = RegistryClient(channel, TOKEN)
+            client = RegistryClient(lambda: channel, TOKEN)
             files = ModelFiles(client, tmp_path / "cache", SystemClock(), max_bytes=10**9)
             ready = await files.fetch(MODEL, done.digest)
             assert (ready / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()

@@ -128,7 +128,11 @@ class Installation:
         state = StateDir.at(folder)
         with _own_disk(state.logs, LOG_DISK_BYTES) as log_disk, _own_disk(state.data(""), STATE_DISK_BYTES):
             settings = {"FAIRWAY_DISK_RESERVE_BYTES": str(RESERVE_BYTES)}
-            starting = Stack.started(folder, workers=2, replicas=2, gateways=2, settings=settings)
+            # The attacks are on what lies behind a handshake, from clients that have no certificate.
+            options = ("--insecure",)
+            starting = Stack.started(
+                folder, workers=2, replicas=2, gateways=2, settings=settings, options=options
+            )
             stack = await asyncio.to_thread(starting.__enter__)
             try:
                 found = cls(stack, log_disk)

@@ -399,9 +399,10 @@ def test_a_worker_that_cannot_start_changes_nothing(installation: Installation) 
 
 def test_gateways_listen_beyond_loopback_with_a_warning(installation: Installation) -> None:
     """127.0.0.2 stands for another address of the machine: only a server on every address answers there."""
-    done = installation.run("up", "--detach", "--no-model", "--host", "0.0.0.0")
+    done = installation.run("up", "--detach", "--no-model", "--host", "0.0.0.0", "--insecure")
     assert done.returncode == 0, done.stderr
-    assert "warning: HTTP and gRPC of the gateways listen on 0.0.0.0 without TLS" in done.stderr
+    assert "warning: --insecure: nothing has TLS" in done.stderr
+    assert "The gateways listen on 0.0.0.0" in done.stderr
     endpoints = installation.endpoints()
     assert endpoints.http.startswith("http://127.0.0.1:")
     assert endpoints.grpc.startswith("127.0.0.1:")
@@ -416,7 +417,7 @@ def test_gateways_listen_beyond_loopback_with_a_warning(installation: Installati
     private = (endpoints.registry, endpoints.controlplane, endpoints.scheduler, *endpoints.workers)
     assert not any(map(answers, private))
     assert installation.run("down").returncode == 0
-    loopback = installation.run("up", "--detach", "--host", "127.0.0.1")
+    loopback = installation.run("up", "--detach", "--host", "127.0.0.1", "--secure")
     assert "warning" not in loopback.stderr
     assert not answers(installation.endpoints().http)
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fairway.engines.environment import FOLDER_VARIABLE as VLLM_DIR
+from scripts import compose_secrets
 from services.app.process import ROLES
 from services.runtime import config
 
@@ -110,7 +111,20 @@ def test_every_volume_is_given_to_its_user() -> None:
         each.endswith(":nocopy")
         for name in [*ROLE_NAMES, "etcd", "redis"]
         for each in SERVICES[name].get("volumes", ())
+        if each.partition(":")[0] in FILE["volumes"]
     )
+
+
+def test_each_container_has_its_own_certificate_and_no_other() -> None:
+    named = {name for name, service in SERVICES.items() if name in compose_secrets.CERTIFICATES}
+    for name in [*named, "prometheus"]:
+        mounted = [each for each in SERVICES[name]["volumes"] if "/certs" in each]
+        folder = "monitor" if name == "prometheus" else name
+        assert mounted == [f"${{FLEET_STATE:-./.fairway/compose}}/certs/{folder}:/run/fairway/tls:ro"]
+        assert SERVICES[name]["depends_on"]["certs"]["condition"] == "service_completed_successfully"
+    assert named | {"operator", "monitor"} == set(compose_secrets.CERTIFICATES)
+    made = " ".join(SERVICES["certs"]["command"]).split()
+    assert set(compose_secrets.CERTIFICATES) <= set(made)
 
 
 def test_what_is_mounted_from_the_tree_is_there() -> None:

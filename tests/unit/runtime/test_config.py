@@ -120,3 +120,26 @@ def test_a_file_of_secrets_has_one_per_line(tmp_path: Path) -> None:
             read_secrets(path)
     path.write_text(f" {'x' * 32}\n\n{'y' * 40}\n")
     assert read_secrets(path) == ("x" * 32, "y" * 40)
+
+
+@pytest.mark.parametrize(
+    ("listen", "given", "secured"),
+    [
+        ("127.0.0.1:1", {}, False),
+        ("localhost:1", {"tls_dir": "certs"}, False),
+        ("0.0.0.0:1", {"tls_dir": "certs"}, True),
+        ("10.0.0.1:1", {"spiffe_socket": "unix:/run/agent.sock"}, True),
+        ("0.0.0.0:1", {"insecure": "true"}, False),
+        ("0.0.0.0:1", {"client_tls": "off"}, False),
+        ("127.0.0.1:1", {"client_tls": "on", "tls_dir": "certs"}, True),
+        ("0.0.0.0:1", {}, None),
+        ("127.0.0.1:1", {"client_tls": "on"}, None),
+    ],
+)
+def test_ports_beyond_loopback_have_tls(listen: str, given: dict[str, str], secured: bool | None) -> None:
+    settings = load({f"FAIRWAY_{name.upper()}": value for name, value in given.items()})
+    if secured is None:
+        with pytest.raises(ConfigError, match=r"FAIRWAY_TLS_DIR .*FAIRWAY_INSECURE=true"):
+            settings.secures(settings.client_tls, listen)
+    else:
+        assert settings.secures(settings.client_tls, listen) is secured

@@ -13,6 +13,7 @@ import errno
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from ssl import SSLContext
 from typing import Any, Final, cast
 from urllib.parse import unquote
 
@@ -24,7 +25,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.core.errors import FailedPrecondition
 from services.gateway.faces.openai.exchange import Receive, Scope, Send, takes_answer
 from services.gateway.faces.sockets.protocol import PING_S, SLICES_PER_TURN, SocketProtocol
-from services.runtime.connections import ConnectionTable, accepted_bytes, head_problem, source_of
+from services.runtime.connections import (
+    ConnectionTable,
+    TlsGate,
+    accepted_bytes,
+    head_problem,
+    source_of,
+)
 from services.runtime.process.tenant_turns import LoopTurns
 
 MAX_HEAD_BYTES: Final = 32 * 1024
@@ -312,8 +319,12 @@ class HttpServer:
         *,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_connections: int = MAX_CONNECTIONS,
+        context: Callable[[], SSLContext] | None = None,
     ) -> None:
-        """``port`` 0 takes a free port; after the start, ``port`` is the actual one."""
+        """``port`` 0 takes a free port; after the start, ``port`` is the actual one.
+
+        ``context`` returns the TLS of a new connection; None: plain.
+        """
         self.host = host
         self.port = port
         self.table = ConnectionTable(
@@ -322,6 +333,7 @@ class HttpServer:
             max_unauthenticated=min(MAX_UNAUTHENTICATED, max_connections),
         )
         self._max_body_bytes = max_body_bytes
+        self._tls = None if context is None else TlsGate(self.table, context, HEAD_TIMEOUT_S)
         self._sockets: list[socket.socket] = []
         self._paced = PacedApp(app)
         self._slices = LoopTurns(SLICES_PER_TURN)
@@ -364,8 +376,9 @@ class HttpServer:
         """How many connections are open."""
         return len(self.table)
 
-    def _door(self, **kwargs: Any) -> _ConnectionGate:
-        return _ConnectionGate(self.table, partial(_Protocol, self.table, self._max_body_bytes, **kwargs))
+    def _door(self, **kwargs: Any) -> asyncio.Protocol:
+        make = partial(_Protocol, self.table, self._max_body_bytes, **kwargs)
+        return _ConnectionGate(self.table, make) if self._tls is None else self._tls.protocol(make)
 
     def _socket(self, **kwargs: Any) -> SocketProtocol:
         turns = self._paced.turns, self._slices
@@ -388,6 +401,8 @@ class HttpServer:
         began_s = asyncio.get_running_loop().time()
         for server in self._server.servers:
             server.close()
+        if self._tls is not None:
+            await self._tls.close()
         # uvicorn would close WebSockets at once, before their last events.
         self.drain()
         with contextlib.suppress(TimeoutError):

@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from fairway.tls import read_folder
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -35,6 +36,12 @@ def _node(name: str) -> controlplane_pb2.Node:
     node = controlplane_pb2.Node(metadata=controlplane_pb2.Metadata(name=name))
     node.draining = node.drain.done = (STORE / f"drain-{name}").exists()
     return node
+
+
+def _credentials() -> grpc.ServerCredentials:
+    identity = read_folder(Path(os.environ["FAIRWAY_TLS_DIR"]))
+    pair = (identity.key_pem, identity.chain_pem)
+    return grpc.ssl_server_credentials([pair], identity.roots_pem, require_client_auth=True)
 
 
 def _key(context: Any) -> str:
@@ -180,7 +187,10 @@ async def main(role: str) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(Gateway(), server)  # type: ignore[abstract]
         host, _, port = os.environ["FAIRWAY_HTTP_LISTEN"].rpartition(":")
         await asyncio.start_server(lambda _, writer: writer.close(), host, int(port))
-    server.add_insecure_port(os.environ["FAIRWAY_LISTEN"])
+    if role == "gateway" or "FAIRWAY_TLS_DIR" not in os.environ:
+        server.add_insecure_port(os.environ["FAIRWAY_LISTEN"])
+    else:
+        server.add_secure_port(os.environ["FAIRWAY_LISTEN"], _credentials())
     await server.start()
     node = STORE / f"node-{os.environ.get('FAIRWAY_WORKER_ID', '')}"
     if role == "worker":
