@@ -59,6 +59,12 @@ class PeerRules:
         self._clock = clock
         self._refused = refused
 
+    @staticmethod
+    def identity(context: Any) -> str:
+        """Return the identity in the certificate of a call's connection; empty without one."""
+        pem = context.auth_context().get("x509_pem_cert")
+        return str(parsed_leaf(bytes(pem[0])).id or "") if pem else ""
+
     def check(self, method: str, context: Any, *, is_service: bool) -> None:
         """Return if the call is permitted. Raises Unauthenticated or PermissionDenied."""
         found = self._problem(context.auth_context().get("x509_pem_cert"), method, is_service)

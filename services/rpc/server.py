@@ -29,7 +29,7 @@ from services.rpc.interceptors.base import AroundInterceptor
 from services.rpc.interceptors.messages import ReadMessages
 from services.rpc.interceptors.metrics import CountRpcs, RpcMetrics
 from services.rpc.interceptors.outcome import ErrorStatus, LogContext, TraceRpcs
-from services.rpc.message_size import limits_of
+from services.rpc.message_size import MessageLimits, limits_of
 from services.rpc.peers import PeerRules, callers_table, server_credentials
 from services.runtime.audit import AuditRecorder
 from services.runtime.certificates import Certificates
@@ -139,12 +139,24 @@ class ServerTls:
     from_roles: bool = True
     refused: Callable[[str], None] = lambda reason: None
 
+    def peers(self, callers: Mapping[str, frozenset[str]]) -> PeerRules | None:
+        """Return the rules of callers' certificates, by method; None where callers present none."""
+        return PeerRules(callers, self.certificates, self.clock, self.refused) if self.from_roles else None
+
 
 def _watchers(descriptors: list[ServiceDescriptor], telemetry: RpcTelemetry) -> list[AroundInterceptor]:
     """Return the interceptors that cover an RPC from its arrival to the status that its caller gets."""
     clock, tracing = telemetry.clock, telemetry.tracing
     found = [NoteArrival(clock), CountRpcs(descriptors, telemetry.instruments, clock)]
     return found if tracing is None else [*found, TraceRpcs(descriptors, tracing, clock)]
+
+
+def _limits(descriptors: list[ServiceDescriptor]) -> dict[str, MessageLimits]:
+    return {
+        f"/{each.full_name}/{method.name}": limits_of(method)
+        for each in descriptors
+        for method in each.methods
+    }
 
 
 class RpcServer:
@@ -175,14 +187,6 @@ class RpcServer:
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
         callers = callers_table(descriptors)
-        peers = None
-        if tls is not None and tls.from_roles:
-            peers = PeerRules(callers, tls.certificates, tls.clock, tls.refused)
-        limits = {
-            f"/{each.full_name}/{method.name}": limits_of(method)
-            for each in descriptors
-            for method in each.methods
-        }
         changes = changes_of(descriptors)
         refusals = [] if audit is None else [AuditRefusals(audit, changes)]
         outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
@@ -203,9 +207,9 @@ class RpcServer:
                     internal_token,
                     self._connections,
                     unauthenticated,
-                    peers,
+                    None if tls is None else tls.peers(callers),
                 ),
-                ReadMessages(limits, changes=changes),
+                ReadMessages(_limits(descriptors), changes=changes),
             ),
             options=(*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)),
             refused=unauthenticated.refused,

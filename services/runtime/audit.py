@@ -59,9 +59,9 @@ def audited_call() -> AuditedCall | None:
     return _call.get()
 
 
-def begin_call(method: str, caller: Principal, address: str) -> None:
+def begin_call(method: str, caller: Principal, address: str, certificate: str = "") -> None:
     """Make this the call of the present task, until the task ends."""
-    actor = Actor(caller.key_id, caller.role, caller.tenant_id, caller.subject, address=address)
+    actor = Actor(caller.key_id, caller.role, caller.tenant_id, caller.subject, certificate, address)
     _call.set(AuditedCall(AuditEntry(method, actor)))
 
 

@@ -163,7 +163,8 @@ class AccessControl(AroundInterceptor):
         if self._authenticate is None:
             raise PermissionDenied("this service is internal: no API key opens it")
         who = self._authenticate(token)
-        begin_call(short_method(method), who, peer_address(context.peer()))
+        certificate = "" if self._peers is None else self._peers.identity(context)
+        begin_call(short_method(method), who, peer_address(context.peer()), certificate)
         if _ROLE_ACCESS[who.role] not in allowed:
             raise PermissionDenied(f"the role {who.role} may not call this method", role=who.role)
         return who
