@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.adapters.etcd import watch as etcd_watch
-from services.adapters.etcd.channel import targets
+from services.adapters.etcd.channel import EtcdChannel, targets
 from services.adapters.etcd.store import EtcdStore
 from services.core.errors import InvalidInput, StoreUnavailable
 from services.ports.store import Committed, LeaseLost, Put
@@ -230,14 +230,19 @@ def test_endpoints_become_targets(endpoints: list[str], expected: tuple[str, ...
     assert targets(endpoints) == expected
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["", "etcd", "etcd:", ":2379", "etcd:99999", "https://etcd:2379", "a/b:1"]
-)
+@pytest.mark.parametrize("endpoint", ["", "etcd", "etcd:", ":2379", "etcd:99999", "a/b:1"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidInput):
         targets([endpoint])
     with pytest.raises(InvalidInput):
         targets([])
+
+
+def test_https_needs_certificates_and_all_or_no_members() -> None:
+    with pytest.raises(InvalidInput, match="FAIRWAY_TLS_DIR"):
+        EtcdChannel(["https://etcd:2379"])
+    with pytest.raises(InvalidInput, match="none of them"):
+        EtcdChannel(["https://etcd-0:2379", "etcd-1:2379"])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -26,7 +27,7 @@ FolderOption = Annotated[Path, typer.Option("--state-dir", help="Installation; i
 COLUMNS: Final[tuple[Column[Issued], ...]] = (
     Column("name", lambda each: each.folder.name),
     Column("id", lambda each: str(each.leaf.id)),
-    Column("expires", lambda each: f"{each.certificate.not_valid_after_utc:%Y-%m-%d %H:%M}"),
+    Column("expires", lambda each: f"{datetime.fromtimestamp(each.leaf.expire_s, UTC):%Y-%m-%d %H:%M}"),
     Column("state", lambda each: _state(each)),
     Column("serial", lambda each: f"{each.leaf.serial:x}", drop=1),
 )

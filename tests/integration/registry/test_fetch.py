@@ -219,7 +219,8 @@ class Slow(RegistryClient):
 
 async def main():
     address, root, digest = sys.argv[1:]
-    files = ModelFiles(Slow(open_channel(address), "t" * 40), Path(root), SystemClock(), max_bytes=10**9)
+    channel = open_channel(address)
+    files = ModelFiles(Slow(lambda: channel, "t" * 40), Path(root), SystemClock(), max_bytes=10**9)
     await files.fetch("tiny", digest)
 
 asyncio.run(main())

@@ -8,14 +8,26 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
-from fairway.cli.commands import accounts, batches, deployments, models, nodes, placements, rollouts, usage
+from fairway.cli.authority import Issued
+from fairway.cli.commands import (
+    accounts,
+    audit,
+    batches,
+    certs,
+    deployments,
+    models,
+    nodes,
+    placements,
+    rollouts,
+    usage,
+)
 from fairway.cli.commands.accounts import BUDGETS, KEYS
 from fairway.cli.commands.events import COLUMNS as EVENTS
 from fairway.cli.commands.placements import DECISIONS, ROWS, WORKERS, RowLine
@@ -26,6 +38,7 @@ from fairway.cli.commands.status import Part
 from fairway.cli.fleet.record import Restarts
 from fairway.cli.terminal.listing import lines_of
 from fairway.cli.terminal.table import Column, blocks_of, table_of, visible
+from fairway.tls import Leaf, SpiffeId
 from fairway.v1 import common_pb2, slis_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
@@ -226,8 +239,44 @@ _BATCH: Final[dict[str, Any]] = {
     "errors": None,
     "metadata": {},
 }
+
+
+def _audit() -> list[cp.AuditEvent]:
+    """A change, and failed authentications that are one entry."""
+    change = cp.AuditEvent(
+        time=NOON,
+        actor="admin",
+        action="ControlPlaneService/UpdateDeployment",
+        resource="llama-3.2-instruct",
+        index=41_117,
+        outcome="OK",
+        role="admin",
+        address="10.0.0.7",
+        count=1,
+        revision=88_412,
+        request_id="req_" + "a" * 24,
+    )
+    refused = cp.AuditEvent(
+        time=NOON,
+        actor="ci",
+        action="POST /v1/chat/completions",
+        index=41_118,
+        outcome="UNAUTHENTICATED",
+        address="192.0.2.77",
+        count=311,
+    )
+    return [change, refused]
+
+
+def _certificate() -> Issued:
+    leaf = Leaf(SpiffeId("fairway.internal", "worker", WORKER), 0x4F1D2C3B, 0.0, float(NOON.seconds))
+    return Issued(Path(WORKER), cast(Any, None), leaf, revoked=True)
+
+
 VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     "nodes": (nodes.NODES.columns, [_NODE]),
+    "audit": (audit.EVENTS.columns, _audit()),
+    "certificates": (certs.COLUMNS, [_certificate()]),
     "deployments": (deployments.DEPLOYMENTS.columns, [_DEPLOYMENT]),
     "revisions": (
         deployments._REVISIONS,
