@@ -3,7 +3,7 @@
     python scripts/sbom.py [FOLDER]
 
 Names and versions are those of constraints.txt; licences and edges those of installed packages. The same tree
-and environment give the same bytes: no time of writing is stated, and the serial number follows from the content.
+and environment give the same bytes: no time of writing is stated, and the serial number is of the content.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 import tomllib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from email.message import Message
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -40,7 +41,7 @@ class BadStatement(Exception):
 
 def pinned(constraints: str) -> dict[str, str]:
     """Return the version of each package, by its canonical name. Raises ValueError for a line without one."""
-    found = {}
+    found: dict[str, str] = {}
     for line in constraints.splitlines():
         text = line.partition("#")[0].partition(";")[0].strip()
         if not text:
@@ -53,18 +54,15 @@ def pinned(constraints: str) -> dict[str, str]:
 
 def bill_of(pins: Mapping[str, str], project: Mapping[str, Any]) -> dict[str, Any]:
     """Return the bill of materials of a project's table in pyproject.toml."""
-    root = {
-        "type": "application",
-        **_named(project["name"], project["version"]),
-        "licenses": [{"expression": project["license"]}],
-    }
+    named = _named(project["name"], project["version"])
+    root = {"type": "application", **named, "licenses": [{"expression": project["license"]}]}
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
-    edges = {root["purl"]: _edges(wanted, pins, but=project["name"])}
+    edges = {named["purl"]: _edges(wanted, pins, but=project["name"])}
     components = []
     for name in sorted(pins):
         installed = _installed(name)
-        found = {"type": "library", **_named(name, pins[name])}
+        found: dict[str, Any] = {"type": "library", **_named(name, pins[name])}
         if licences := _licences(installed):
             found["licenses"] = licences
         components.append(found)
@@ -145,7 +143,7 @@ def _licences(installed: Distribution | None) -> list[dict[str, Any]]:
     """Return the SPDX expression of a package, else the names that its metadata has."""
     if installed is None:
         return []
-    metadata = installed.metadata
+    metadata = cast(Message, installed.metadata)
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
     named = [one for one in metadata.get_all("Classifier", []) if one.startswith("License :: ")]

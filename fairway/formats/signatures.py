@@ -91,7 +91,7 @@ class Distrust:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class SignerClaim:
     """What an unverified bundle states of its signer: the id of a key, or a certificate."""
 
     key_id: str = ""
@@ -144,7 +144,7 @@ def sign(manifest_json: bytes, private_key: Path) -> str:
         folder.mkdir()
         (folder / MANIFEST_NAME).write_bytes(manifest_json)
         signing.Config().use_elliptic_key_signer(private_key=private_key).sign(folder, bundle)
-        return bundle.read_text()
+        return bundle.read_text("utf-8")
 
 
 def public_key_of(private_key: Path) -> str:
@@ -163,7 +163,7 @@ def public_key_of(private_key: Path) -> str:
     return public_key
 
 
-def claim_of(bundle: str, digest: str) -> Claim:
+def claim_of(bundle: str, digest: str) -> SignerClaim:
     """Return the signer that a bundle of this version names. Nothing is verified.
 
     Raises BadSignature for a malformed bundle or one of another version.
@@ -183,7 +183,7 @@ def claim_of(bundle: str, digest: str) -> Claim:
     key = material.publicKey.hint if material.publicKey else ""
     if bool(key) == bool(certificate):
         raise BadSignature("the bundle names no signer: a key's id or a certificate")
-    return Claim(key, certificate)
+    return SignerClaim(key, certificate)
 
 
 def distrust(
@@ -221,7 +221,7 @@ def distrust(
     return min(found, key=lambda one: one.reason is not Reason.INVALID)
 
 
-def _signer_of(claim: Claim, signers: Iterable[Signer]) -> Signer | None:
+def _signer_of(claim: SignerClaim, signers: Iterable[Signer]) -> Signer | None:
     """Return the signer that the bundle names, the one that expires last; None: it names none of them."""
     if claim.certificate:
         matching = [one for one in signers if one.identity and _is_of(claim.certificate, one)]
@@ -251,8 +251,8 @@ def _verify(bundle: str, digest: str, signer: Signer, trust_config: str) -> None
 
     with TemporaryDirectory(prefix="fw-verify-") as name:
         signature, trusted = Path(name, "bundle.json"), Path(name, "trusted")
-        signature.write_text(bundle)
-        trusted.write_text(signer.public_key or trust_config)
+        signature.write_text(bundle, "utf-8")
+        trusted.write_text(signer.public_key or trust_config, "utf-8")
         config = verifying.Config().set_hashing_config(_hashing_of(digest))
         try:
             if signer.public_key:

@@ -66,7 +66,7 @@ async def sign(
     digest = await resolve(connection, model, version)
     what = f"cannot sign {model} {short_digest(digest)}"
     if bundle is not None:
-        adding = connection.admin.models.add_signature(model, digest, usable(Path.read_text, bundle))
+        adding = connection.admin.models.add_signature(model, digest, usable(_text_of, bundle))
     else:
         assert key is not None
         usable(public_key_of, key)
@@ -111,9 +111,9 @@ async def verify(
         (export / "version").mkdir(parents=True, exist_ok=True)
         (export / "version" / MANIFEST_NAME).write_bytes(manifest)
         for number, bundle in enumerate(found.signatures, start=1):
-            (export / f"signature-{number}.json").write_text(bundle)
+            (export / f"signature-{number}.json").write_text(bundle, "utf-8")
     if public_key is not None:
-        policy = SignerPolicy(model, (Signer(usable(Path.read_text, public_key)),), required=True)
+        policy = SignerPolicy(model, (Signer(usable(_text_of, public_key)),), required=True)
     else:
         stored = await checked(connection.admin.models.signer_policy(model), what=what)
         policy = policy_from_proto(stored.policy)
@@ -159,7 +159,7 @@ async def update(
     if bool(signer) == no_signers:
         raise typer.BadParameter("give --signer, or --no-signers")
     signers = tuple(map(_signer, signer or ()))
-    trusted = usable(Path.read_text, trust_config) if trust_config is not None else ""
+    trusted = usable(_text_of, trust_config) if trust_config is not None else ""
     policy = policy_to_proto(SignerPolicy(model, signers, required, trusted))
     what = f"cannot update the signers of {model}"
     etag = await checked(connection.admin.models.update_signer_policy(policy, etag=etag), what=what)
@@ -190,7 +190,11 @@ def _signer(text: str) -> Signer:
     return Signer(usable(_public_key_in, Path(who)), expire_unix_s=until_unix_s)
 
 
+def _text_of(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
 def _public_key_in(path: Path) -> str:
-    text = path.read_text()
+    text = _text_of(path)
     key_id(text)
     return text

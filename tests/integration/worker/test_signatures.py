@@ -87,7 +87,7 @@ async def signed(model_dir: Path, tmp_path: Path) -> AsyncIterator[Signed]:
         done = await publish_any(registry.channel, model_dir, "m", metadata=ADMIN)
         manifest = b"".join([piece async for piece in registry.service.download(done.digest)])
         source = Counting(registry.client)
-        files = ModelFiles(source, tmp_path / "cache", CLOCK, max_bytes=10**9)  # type: ignore[arg-type]
+        files = ModelFiles(source, tmp_path / "cache", CLOCK, max_bytes=10**9)
         worker = await start_harness(model_dir, SETTINGS, assign=False, source=files)
         key, foreign = key_file(tmp_path, "release"), key_file(tmp_path, "foreign")
         made = Signed(worker, source, tmp_path / "blobs", key, foreign, done.digest, manifest)

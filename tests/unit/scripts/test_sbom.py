@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,15 @@ def test_the_bill_names_every_pin_and_follows_the_schema(bill: Any) -> None:
 
 
 def test_the_rules_find_what_they_forbid(bill: Any) -> None:
-    for spoil in (
+    spoils: tuple[Callable[[Any], object], ...] = (
         lambda b: b.update(specVersion="1.5"),
         lambda b: b["components"].append(b["components"][0]),
         lambda b: b["dependencies"].pop(),
         lambda b: b["dependencies"][0]["dependsOn"].append("pkg:pypi/absent@1"),
         lambda b: b["components"][0].update(purl="absent"),
         lambda b: b["components"][0].update(licenses=[{"license": {}}]),
-    ):
+    )
+    for spoil in spoils:
         spoiled = copy.deepcopy(bill)
         spoil(spoiled)
         assert problems(spoiled)
