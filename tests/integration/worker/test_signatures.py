@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
-from fairway.formats.signatures import sign
+from fairway.formats.signatures import SignerPolicy, sign
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.memory.store import MemoryStore
 from services.adapters.model_files.cache import ModelFiles
+from services.core.errors import SignatureMissing, StoreUnavailable
 from services.core.records import (
     SIGNERS,
     AssignedVersion,
@@ -23,11 +25,13 @@ from services.core.records import (
     dump,
     signatures_key,
 )
-from services.ports.store import Put
+from services.ports.store import Entry, Put
 from services.runtime.clock import SystemClock
+from services.runtime.version_trust import VersionTrust
 from services.worker.slots.engine_settings import EngineSettings
+from services.worker.slots.version_files import VersionFiles
 from tests.integration.registry.harness import Counting, publish_any
-from tests.integration.worker.harness import Harness, Sink, eventually, start_harness
+from tests.integration.worker.harness import FolderSource, Harness, Sink, eventually, start_harness
 from tests.support.registry import ADMIN, served
 from tests.support.signing import key_file, policy_of
 
@@ -134,6 +138,35 @@ async def test_streams_of_a_removed_signer_go_on_and_its_next_load_is_refused(si
     assert len(sink.ids) == 200
     os.kill(signed.worker.engine_pid, signal.SIGKILL)
     await signed.refused("SIGNER_NOT_ALLOWED")
+
+
+class Interrupted(MemoryStore):
+    """A store that does not answer while it is down."""
+
+    is_down = False
+
+    async def get(self, key: str) -> Entry | None:
+        if self.is_down:
+            raise StoreUnavailable("etcd did not answer")
+        return await super().get(key)
+
+
+async def test_the_last_decision_holds_while_the_store_is_down(model_dir: Path) -> None:
+    store = Interrupted(CLOCK)
+    version = AssignedVersion("null", "m", "sha256:" + "a" * 64, executor="null")
+    files = VersionFiles(version, FolderSource(model_dir), None, CLOCK, VersionTrust(store, CLOCK))
+    store.is_down = True
+    with pytest.raises(StoreUnavailable):
+        await files.fetch(lambda _: None)
+    assert files.folder is None
+    store.is_down = False
+    await files.fetch(lambda _: None)
+    store.is_down = True
+    await files.checked(lambda _: None)
+    store.is_down = False
+    await store.commit([Put(SIGNERS + "m", dump(SignerPolicy("m", required=True)))])
+    with pytest.raises(SignatureMissing):
+        await files.checked(lambda _: None)
 
 
 async def test_a_signature_does_not_make_up_for_a_flipped_byte(signed: Signed) -> None:
