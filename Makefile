@@ -113,6 +113,9 @@ stubs: setup-dev ## Generate the stubs from the protos
 reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
 	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
 
+sbom: setup-dev ## Write dist/fairway.cdx.json (CycloneDX) and dist/fairway.openvex.json from constraints.txt and deploy/vex.json
+	$(BIN)/python scripts/sbom.py
+
 house: setup-dev ## Measure the tree: lines, modules, copies, names, words; prints RESULT {json}. ARGS=--traced also counts the files of a request
 	PYTHONPATH=. $(BIN)/python scripts/house.py $(ARGS)
 

@@ -24,11 +24,11 @@ from fairway.cli.commands import (
     events,
     lifecycle,
     login,
-    models,
     nodes,
     placements,
     reliability,
     rollouts,
+    signatures,
     usage,
 )
 from fairway.cli.commands.chat import chat
@@ -91,7 +91,7 @@ for each in (lifecycle.up, lifecycle.down, lifecycle.service, status, logs, comp
     app.command()(each)
 app.add_typer(batches.app, name="batches")
 app.add_typer(certs.app, name="certs")
-app.add_typer(models.app, name="models")
+app.add_typer(signatures.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(engines.app, name="engines")

@@ -131,6 +131,7 @@ class Version(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     SERVABLE_BY_FIELD_NUMBER: _builtins.int
+    SIGNATURES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     digest: _builtins.str
     size_bytes: _builtins.int
@@ -144,6 +145,10 @@ class Version(_message.Message):
     def servable_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Executors that serve it, by what was checked when it was published; empty: nothing was."""
 
+    @_builtins.property
+    def signatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Bundles of OpenSSF model-signing over the version's manifest.json. GetVersion returns them."""
+
     def __init__(
         self,
         *,
@@ -154,14 +159,81 @@ class Version(_message.Message):
         size_bytes: _builtins.int = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
         servable_by: _abc.Iterable[_builtins.str] | None = ...,
+        signatures: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "digest", b"digest", "manifest", b"manifest", "model", b"model", "servable_by", b"servable_by", "size_bytes", b"size_bytes", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "digest", b"digest", "manifest", b"manifest", "model", b"model", "servable_by", b"servable_by", "signatures", b"signatures", "size_bytes", b"size_bytes", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Version: _TypeAlias = Version  # noqa: Y015
+
+@_typing.final
+class Signer(_message.Message):
+    """One of a key, and an identity with its issuer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    ISSUER_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    public_key: _builtins.str
+    """PEM, EC P-256 or P-384."""
+    identity: _builtins.str
+    """The subject of a sigstore certificate, and the OpenID Connect issuer that vouches for it."""
+    issuer: _builtins.str
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """Loads and deployments refuse its signatures from then on. Unset: none."""
+
+    def __init__(
+        self,
+        *,
+        public_key: _builtins.str = ...,
+        identity: _builtins.str = ...,
+        issuer: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "identity", b"identity", "issuer", b"issuer", "public_key", b"public_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Signer: _TypeAlias = Signer  # noqa: Y015
+
+@_typing.final
+class SignerPolicy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SIGNERS_FIELD_NUMBER: _builtins.int
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    TRUST_CONFIG_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    required: _builtins.bool
+    """Refuse versions without a signature too. One by nobody of the signers is refused in any case."""
+    trust_config: _builtins.str
+    """JSON of sigstore's ClientTrustConfig, by which identities are verified."""
+    @_builtins.property
+    def signers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Signer]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        signers: _abc.Iterable[Global___Signer] | None = ...,
+        required: _builtins.bool = ...,
+        trust_config: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "required", b"required", "signers", b"signers", "trust_config", b"trust_config"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SignerPolicy: _TypeAlias = SignerPolicy  # noqa: Y015
 
 @_typing.final
 class FindMissingChunksRequest(_message.Message):
@@ -682,6 +754,141 @@ class DeleteVersionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteVersionResponse: _TypeAlias = DeleteVersionResponse  # noqa: Y015
+
+@_typing.final
+class AddSignatureRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    digest: _builtins.str
+    bundle: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        bundle: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle", b"bundle", "digest", b"digest", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddSignatureRequest: _TypeAlias = AddSignatureRequest  # noqa: Y015
+
+@_typing.final
+class AddSignatureResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDED_FIELD_NUMBER: _builtins.int
+    added: _builtins.bool
+    """False when the version had it."""
+    def __init__(
+        self,
+        *,
+        added: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddSignatureResponse: _TypeAlias = AddSignatureResponse  # noqa: Y015
+
+@_typing.final
+class GetSignerPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSignerPolicyRequest: _TypeAlias = GetSignerPolicyRequest  # noqa: Y015
+
+@_typing.final
+class GetSignerPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    etag: _builtins.str
+    @_builtins.property
+    def policy(self) -> Global___SignerPolicy: ...
+    def __init__(
+        self,
+        *,
+        policy: Global___SignerPolicy | None = ...,
+        etag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSignerPolicyResponse: _TypeAlias = GetSignerPolicyResponse  # noqa: Y015
+
+@_typing.final
+class UpdateSignerPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    etag: _builtins.str
+    """That of the policy to replace. Empty: whatever is there."""
+    request_id: _builtins.str
+    @_builtins.property
+    def policy(self) -> Global___SignerPolicy:
+        """Without signers and not required: the model has no policy."""
+
+    def __init__(
+        self,
+        *,
+        policy: Global___SignerPolicy | None = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSignerPolicyRequest: _TypeAlias = UpdateSignerPolicyRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSignerPolicyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ETAG_FIELD_NUMBER: _builtins.int
+    etag: _builtins.str
+    def __init__(
+        self,
+        *,
+        etag: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSignerPolicyResponse: _TypeAlias = UpdateSignerPolicyResponse  # noqa: Y015
 
 @_typing.final
 class CollectGarbageRequest(_message.Message):

@@ -79,6 +79,21 @@ class RegistryServiceStub:
                 request_serializer=fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.FromString,
                 _registered_method=True)
+        self.AddSignature = channel.unary_unary(
+                '/fairway.v1.RegistryService/AddSignature',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.AddSignatureRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.AddSignatureResponse.FromString,
+                _registered_method=True)
+        self.GetSignerPolicy = channel.unary_unary(
+                '/fairway.v1.RegistryService/GetSignerPolicy',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.GetSignerPolicyRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.GetSignerPolicyResponse.FromString,
+                _registered_method=True)
+        self.UpdateSignerPolicy = channel.unary_unary(
+                '/fairway.v1.RegistryService/UpdateSignerPolicy',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyResponse.FromString,
+                _registered_method=True)
         self.DeleteVersion = channel.unary_unary(
                 '/fairway.v1.RegistryService/DeleteVersion',
                 request_serializer=fairway_dot_v1_dot_registry__pb2.DeleteVersionRequest.SerializeToString,
@@ -153,6 +168,27 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddSignature(self, request, context):
+        """Add a signature to a version, which stays as it is. The same bundle again changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSignerPolicy(self, request, context):
+        """Who may sign the versions of a model. NOT_FOUND: nobody has to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateSignerPolicy(self, request, context):
+        """Replace it. A version that runs goes on; deployments and loads from then on follow it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteVersion(self, request, context):
         """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage.
         """
@@ -214,6 +250,21 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.DeleteTag,
                     request_deserializer=fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.SerializeToString,
+            ),
+            'AddSignature': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddSignature,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.AddSignatureRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.AddSignatureResponse.SerializeToString,
+            ),
+            'GetSignerPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSignerPolicy,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.GetSignerPolicyRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.GetSignerPolicyResponse.SerializeToString,
+            ),
+            'UpdateSignerPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSignerPolicy,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyResponse.SerializeToString,
             ),
             'DeleteVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteVersion,
@@ -469,6 +520,87 @@ class RegistryService:
             '/fairway.v1.RegistryService/DeleteTag',
             fairway_dot_v1_dot_registry__pb2.DeleteTagRequest.SerializeToString,
             fairway_dot_v1_dot_registry__pb2.DeleteTagResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddSignature(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/AddSignature',
+            fairway_dot_v1_dot_registry__pb2.AddSignatureRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.AddSignatureResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSignerPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/GetSignerPolicy',
+            fairway_dot_v1_dot_registry__pb2.GetSignerPolicyRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.GetSignerPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSignerPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/UpdateSignerPolicy',
+            fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.UpdateSignerPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

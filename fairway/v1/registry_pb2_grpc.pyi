@@ -45,6 +45,12 @@ class RegistryServiceStub:
     SetTag: _grpc.UnaryUnaryMultiCallable[_registry_pb2.SetTagRequest, _registry_pb2.SetTagResponse]
     """Point a tag at a version. Tags move, versions never change."""
     DeleteTag: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DeleteTagRequest, _registry_pb2.DeleteTagResponse]
+    AddSignature: _grpc.UnaryUnaryMultiCallable[_registry_pb2.AddSignatureRequest, _registry_pb2.AddSignatureResponse]
+    """Add a signature to a version, which stays as it is. The same bundle again changes nothing."""
+    GetSignerPolicy: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GetSignerPolicyRequest, _registry_pb2.GetSignerPolicyResponse]
+    """Who may sign the versions of a model. NOT_FOUND: nobody has to."""
+    UpdateSignerPolicy: _grpc.UnaryUnaryMultiCallable[_registry_pb2.UpdateSignerPolicyRequest, _registry_pb2.UpdateSignerPolicyResponse]
+    """Replace it. A version that runs goes on; deployments and loads from then on follow it."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DeleteVersionRequest, _registry_pb2.DeleteVersionResponse]
     """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage."""
     CollectGarbage: _grpc.UnaryUnaryMultiCallable[_registry_pb2.CollectGarbageRequest, _registry_pb2.CollectGarbageResponse]
@@ -67,6 +73,12 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     SetTag: _aio.UnaryUnaryMultiCallable[_registry_pb2.SetTagRequest, _registry_pb2.SetTagResponse]  # type: ignore[assignment]
     """Point a tag at a version. Tags move, versions never change."""
     DeleteTag: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteTagRequest, _registry_pb2.DeleteTagResponse]  # type: ignore[assignment]
+    AddSignature: _aio.UnaryUnaryMultiCallable[_registry_pb2.AddSignatureRequest, _registry_pb2.AddSignatureResponse]  # type: ignore[assignment]
+    """Add a signature to a version, which stays as it is. The same bundle again changes nothing."""
+    GetSignerPolicy: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetSignerPolicyRequest, _registry_pb2.GetSignerPolicyResponse]  # type: ignore[assignment]
+    """Who may sign the versions of a model. NOT_FOUND: nobody has to."""
+    UpdateSignerPolicy: _aio.UnaryUnaryMultiCallable[_registry_pb2.UpdateSignerPolicyRequest, _registry_pb2.UpdateSignerPolicyResponse]  # type: ignore[assignment]
+    """Replace it. A version that runs goes on; deployments and loads from then on follow it."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.DeleteVersionRequest, _registry_pb2.DeleteVersionResponse]  # type: ignore[assignment]
     """Forget a version that no tag and no deployment uses. Its chunks stay until CollectGarbage."""
     CollectGarbage: _aio.UnaryUnaryMultiCallable[_registry_pb2.CollectGarbageRequest, _registry_pb2.CollectGarbageResponse]  # type: ignore[assignment]
@@ -140,6 +152,30 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _registry_pb2.DeleteTagRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.DeleteTagResponse, _abc.Awaitable[_registry_pb2.DeleteTagResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def AddSignature(
+        self,
+        request: _registry_pb2.AddSignatureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.AddSignatureResponse, _abc.Awaitable[_registry_pb2.AddSignatureResponse]]:
+        """Add a signature to a version, which stays as it is. The same bundle again changes nothing."""
+
+    @_abc_1.abstractmethod
+    def GetSignerPolicy(
+        self,
+        request: _registry_pb2.GetSignerPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.GetSignerPolicyResponse, _abc.Awaitable[_registry_pb2.GetSignerPolicyResponse]]:
+        """Who may sign the versions of a model. NOT_FOUND: nobody has to."""
+
+    @_abc_1.abstractmethod
+    def UpdateSignerPolicy(
+        self,
+        request: _registry_pb2.UpdateSignerPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.UpdateSignerPolicyResponse, _abc.Awaitable[_registry_pb2.UpdateSignerPolicyResponse]]:
+        """Replace it. A version that runs goes on; deployments and loads from then on follow it."""
 
     @_abc_1.abstractmethod
     def DeleteVersion(

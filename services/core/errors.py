@@ -7,7 +7,7 @@
     ├── NotFound                ModelNotFound, ThreadNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
-    │                           PoisonedInput
+    │                           PoisonedInput, SignatureMissing, SignerNotAllowed, SignatureInvalid
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
@@ -152,6 +152,24 @@ class VersionGone(FailedPrecondition):
     """The version that started the output is no longer served, so the output cannot be continued."""
 
     reason = "VERSION_GONE"
+
+
+class SignatureMissing(FailedPrecondition):
+    """The signer policy of the model requires a signature, and the version has none."""
+
+    reason = "SIGNATURE_MISSING"
+
+
+class SignerNotAllowed(FailedPrecondition):
+    """The version is signed, but by none of the model's signers, or by one that has expired."""
+
+    reason = "SIGNER_NOT_ALLOWED"
+
+
+class SignatureInvalid(FailedPrecondition):
+    """A bundle is malformed, of another version, or not signed by the signer that it names."""
+
+    reason = "SIGNATURE_INVALID"
 
 
 class PoisonedInput(FailedPrecondition):

@@ -36,6 +36,9 @@ OBJECTIVE_STATUS: Final = "/fairway/v1-objective-status/"
 QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
+# Outside the root: only what deploys or loads a version reads them.
+SIGNERS: Final = "/fairway/v1-signers/"
+SIGNATURES: Final = "/fairway/v1-signatures/"
 
 
 def version_key(model: str, digest: str) -> str:
@@ -50,6 +53,10 @@ def model_users_key(model: str) -> str:
     """Key that every commit writes when a tag or a deployment starts to use a version; a deletion checks
     it."""
     return f"{ROOT}guards/model-users/{model}"
+
+
+def signatures_key(model: str, digest: str) -> str:
+    return f"{SIGNATURES}{model}/{digest}"
 
 
 def objective_key(model: str, priority: Priority) -> str:
@@ -531,6 +538,13 @@ class VersionRecord:
                 field=field,
             )
         return wished
+
+
+@dataclass(frozen=True, slots=True)
+class Signatures:
+    """The signatures of a version, as bundles of model-signing. Key: ``signatures_key``."""
+
+    bundles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ from services.core.records import (
     dump,
     load,
     model_users_key,
+    signatures_key,
     tag_key,
     version_key,
 )
@@ -66,6 +67,7 @@ from services.ports.clock import Clock
 from services.ports.registry import TextCheck
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.registry.garbage import Collected, Collector, SweepFence
+from services.registry.signatures import VersionSignatures
 from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 from services.runtime.process.folders import temporary_folder
@@ -99,6 +101,7 @@ class RegistryService:
         self._fence = SweepFence(store, clock)
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
         self._turns = VerificationLimiter()
+        self.signatures = VersionSignatures(store)
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the given order."""
@@ -187,7 +190,7 @@ class RegistryService:
                 ModRevisionIs(version.key, version.mod_revision),
                 ModRevisionIs(model_users_key(model), users.mod_revision if users is not None else 0),
             )
-            write = WriteSet(conditions, (Delete(version.key),))
+            write = WriteSet(conditions, (Delete(version.key), Delete(signatures_key(model, digest))))
             if isinstance(await self._requests.commit(write, request, WriteAnswer()), Committed):
                 log.info("version.deleted", model=model, digest=digest)
                 return

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 
+from fairway.formats.signatures import policy_from_proto, policy_to_proto
 from fairway.v1 import registry_pb2 as pb
 from fairway.v1 import registry_pb2_grpc
 from services.core.errors import InvalidInput
@@ -68,7 +69,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         record, manifest = await self._service.get_version(request.model, request.version)
         tags = await self._service.tags(request.model)
         named = [tag for tag, digest in tags.items() if digest == record.digest]
-        return pb.GetVersionResponse(version=version_to_proto(record, manifest, named))
+        signatures = await self._service.signatures.of(record.model, record.digest)
+        return pb.GetVersionResponse(version=version_to_proto(record, manifest, named, signatures))
 
     async def ListVersions(
         self, request: pb.ListVersionsRequest, context: Context
@@ -105,6 +107,27 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             request.model, request.tag, etag=request.etag, request_id=request.request_id
         )
         return pb.DeleteTagResponse()
+
+    async def AddSignature(
+        self, request: pb.AddSignatureRequest, context: Context
+    ) -> pb.AddSignatureResponse:
+        added = await self._service.signatures.add(request.model, request.digest, request.bundle)
+        return pb.AddSignatureResponse(added=added)
+
+    async def GetSignerPolicy(
+        self, request: pb.GetSignerPolicyRequest, context: Context
+    ) -> pb.GetSignerPolicyResponse:
+        policy, etag = await self._service.signatures.policy(request.model)
+        return pb.GetSignerPolicyResponse(policy=policy_to_proto(policy), etag=etag)
+
+    async def UpdateSignerPolicy(
+        self, request: pb.UpdateSignerPolicyRequest, context: Context
+    ) -> pb.UpdateSignerPolicyResponse:
+        policy = policy_from_proto(request.policy)
+        etag = await self._service.signatures.update_policy(
+            policy, etag=request.etag, request_id=request.request_id
+        )
+        return pb.UpdateSignerPolicyResponse(etag=etag)
 
     async def DeleteVersion(
         self, request: pb.DeleteVersionRequest, context: Context

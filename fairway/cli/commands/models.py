@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import typer
 
@@ -24,6 +24,7 @@ from fairway.cli.terminal.output import Bars, confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.cli.watch import polled
 from fairway.client.publish.publish import Base, Published, PublishProgress
+from fairway.formats.signatures import BadSignature, public_key_of
 from fairway.importing.sources import Changes
 from fairway.v1 import registry_pb2 as rg
 
@@ -41,6 +42,8 @@ TagEtagOption = Annotated[
     str, typer.Option("--etag", help="Apply only if the tag points at this digest now.")
 ]
 _MIN_PREFIX = 6
+T = TypeVar("T")
+KEY_STEP: Final = "`openssl ecparam -name prime256v1 -genkey -noout -out key.pem` makes a key that can sign"
 
 
 async def _all(connection: Connection) -> Sequence[rg.RegisteredModel]:
@@ -86,6 +89,7 @@ add_list(app, MODELS, about="List the models of the registry with their tags.")
         "fairway models publish ./llama-3.2-1b --name llama --tag v1",
         "fairway models publish ./llama-3.2-1b --name llama --tag '' -o json",
         "fairway models publish ./support-lora --name support --base llama@v1",
+        "fairway models publish ./llama-3.2-1b --name llama --sign-key key.pem",
     ),
 )
 async def publish(
@@ -102,6 +106,12 @@ async def publish(
             "--for-another-engine", help="Accept a model that Fairway's own engine or gateways cannot serve."
         ),
     ] = False,
+    sign_key: Annotated[
+        Path | None,
+        typer.Option(
+            "--sign-key", exists=True, dir_okay=False, help="Sign the version with this EC key, PEM."
+        ),
+    ] = None,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Publish a checkpoint folder as an immutable version, point a tag at it, and print its digest.
@@ -113,7 +123,16 @@ async def publish(
     if base:
         model, _, version = base.partition("@")
         found = Base(model, version or "latest")
-    await _publish(connection, folder, name, tag, output, base=found, for_another_engine=for_another_engine)
+    await _publish(
+        connection,
+        folder,
+        name,
+        tag,
+        output,
+        base=found,
+        for_another_engine=for_another_engine,
+        sign_key=sign_key,
+    )
 
 
 async def _publish(
@@ -125,7 +144,10 @@ async def _publish(
     *,
     base: Base | None = None,
     for_another_engine: bool = False,
+    sign_key: Path | None = None,
 ) -> None:
+    if sign_key is not None:
+        usable(public_key_of, sign_key)  # refused before anything is uploaded
     with Bars() as bars:
 
         def report(progress: PublishProgress) -> None:
@@ -135,12 +157,27 @@ async def _publish(
             connection.admin,
             folder,
             name,
-            tag,
+            tag if sign_key is None else "",
             report=report,
             base=base,
             for_another_engine=for_another_engine,
         )
+    if sign_key is not None:
+        signing = connection.admin.models.sign(name, done.digest, sign_key)
+        await checked(signing, what=f"cannot sign {name} {done.digest}")
+        if tag:  # set last: a tag of a model that requires signatures names a signed version
+            tagging = connection.admin.models.tag(name, tag, done.digest)
+            await checked(tagging, what=f"cannot tag {name} {done.digest}")
     _show_published(done, tag, output)
+
+
+def usable(read: Callable[[Path], T], path: Path) -> T:
+    """Return what is read from the file of a key or a bundle. Raises CliError that says why not."""
+    try:
+        return read(path)
+    except (BadSignature, OSError, UnicodeDecodeError) as error:
+        why = f"cannot use {path}: {error}"
+        raise CliError("KEY_REFUSED", why, next_step=KEY_STEP, exit_code=ExitCode.REFUSED) from error
 
 
 @command(
@@ -246,7 +283,7 @@ async def show(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Show a version with its manifest: every file with its size and digest."""
-    digest = await _resolve(connection, model, version)
+    digest = await resolve(connection, model, version)
     what = f"cannot show {model} {version}"
     write_shown(await checked(connection.admin.models.get(model, digest), what=what), output)
 
@@ -266,7 +303,7 @@ async def tag(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Point a tag at a version. Deployments keep their version until they are updated."""
-    digest = await _resolve(connection, model, version)
+    digest = await resolve(connection, model, version)
     tagging = connection.admin.models.tag(model, tag, digest, etag=etag)
     await checked(tagging, what=f"cannot tag {model} {version}")
     if output in DOCUMENTS:
@@ -305,7 +342,7 @@ async def delete(
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Delete a version that no tag and no deployment uses."""
-    digest = await _resolve(connection, model, version)
+    digest = await resolve(connection, model, version)
     confirm(f"Delete {model} {digest}?", yes=yes)
     what = f"cannot delete {model} {short_digest(digest)}"
     await checked(connection.admin.models.delete(model, digest), what=what)
@@ -360,7 +397,7 @@ async def _versions(connection: Connection, model: str) -> Sequence[rg.Version]:
     return await checked(listing, what=f"cannot list the versions of {model}")
 
 
-async def _resolve(connection: Connection, model: str, version: str) -> str:
+async def resolve(connection: Connection, model: str, version: str) -> str:
     """Return the digest for a tag, a digest or a unique beginning of a digest. Raises CliError."""
     if version.startswith("sha256:") and len(version) == 71:
         return version

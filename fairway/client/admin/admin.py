@@ -10,6 +10,7 @@ Arguments and results are the messages of ``fairway.v1``, unchanged.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +31,7 @@ from fairway.client.errors import from_rpc
 from fairway.client.guard import Guard
 from fairway.client.publish.publish import Base, Kind, Published, PublishProgress, publish
 from fairway.client.values import ClientOptions
+from fairway.formats.signatures import sign
 from fairway.login import Bearer
 from fairway.v1 import (
     common_pb2,
@@ -45,6 +47,7 @@ from fairway.v1 import scheduler_pb2 as sched
 
 Version = cp.ModelVersion | cp.ModelTag
 GARBAGE_S: Final = 600.0
+MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024
 
 
 class Models:
@@ -73,6 +76,59 @@ class Models:
             "GetVersion", model=model, version=version, timeout_s=timeout_s
         )
         return answer.version
+
+    async def manifest_json(self, digest: str, *, timeout_s: float | None = None) -> bytes:
+        """Return the bytes whose sha256 names a version. Raises NotFound, ConnectionLost."""
+        registry = self._registry
+        limit_s = registry.timeout_s(timeout_s)
+        request = rg.DownloadChunkRequest(digest=digest)
+        stream = await registry.open("DownloadChunk", request, Attempts(registry.core, limit_s))
+        body, sha256 = bytearray(), hashlib.sha256()
+        try:
+            while sha256.hexdigest() != digest.removeprefix("sha256:"):
+                data = (await stream.read(limit_s)).data
+                body += data
+                sha256.update(data)
+                if len(body) > MAX_MANIFEST_BYTES:
+                    raise ValueError(f"the manifest {digest} has more than {MAX_MANIFEST_BYTES} bytes")
+        finally:
+            stream.close()
+        return bytes(body)
+
+    async def sign(self, model: str, digest: str, private_key: Path) -> bool:
+        """Sign a version with a key in PEM form, and return whether it did not have this signature.
+
+        Raises BadSignature for an unusable key, NotFound, FailedPrecondition.
+        """
+        manifest = await self.manifest_json(digest)
+        return await self.add_signature(model, digest, await asyncio.to_thread(sign, manifest, private_key))
+
+    async def add_signature(
+        self, model: str, digest: str, bundle: str, *, timeout_s: float | None = None
+    ) -> bool:
+        """Add a bundle of model-signing over a version's ``manifest.json``; return as ``sign`` does."""
+        answer: rg.AddSignatureResponse = await self._registry.call(
+            "AddSignature", model=model, digest=digest, bundle=bundle, timeout_s=timeout_s
+        )
+        return answer.added
+
+    async def signer_policy(
+        self, model: str, *, timeout_s: float | None = None
+    ) -> rg.GetSignerPolicyResponse:
+        """Return who may sign the versions of a model. Raises NotFound where anybody or nobody may."""
+        answer: rg.GetSignerPolicyResponse = await self._registry.call(
+            "GetSignerPolicy", model=model, timeout_s=timeout_s
+        )
+        return answer
+
+    async def update_signer_policy(
+        self, policy: rg.SignerPolicy, *, etag: str = "", timeout_s: float | None = None
+    ) -> str:
+        """Replace the signer policy of a model and return its etag. Versions that run go on."""
+        answer: rg.UpdateSignerPolicyResponse = await self._registry.change(
+            "UpdateSignerPolicy", policy=policy, etag=etag, timeout_s=timeout_s
+        )
+        return answer.etag
 
     async def tag(
         self, model: str, tag: str, digest: str, *, etag: str = "", timeout_s: float | None = None

@@ -24,6 +24,7 @@ from services.runtime.config import Settings
 from services.runtime.process.folders import compile_folder
 from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
+from services.runtime.version_trust import VersionTrust
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
@@ -103,12 +104,13 @@ def _agent(
 ) -> WorkerAgent:
     clock, supervisor, settings = environment.clock, environment.supervisor, environment.settings
     texts, engines = TextProcessCheck(clock, supervisor), engine_settings(settings)
+    trust = VersionTrust(environment.store, clock)
     return WorkerAgent(
         worker_identity(settings),
         settings=engines,
         host=host,
         store=environment.store,
-        files=lambda version: VersionFiles(version, files, texts, clock),
+        files=lambda version: VersionFiles(version, files, texts, clock, trust),
         launch=led_launcher(
             process_launcher(
                 clock,

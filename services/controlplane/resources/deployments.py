@@ -31,6 +31,7 @@ from services.core.rollouts.routes import ROUTES
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Operation, Put, Store
 from services.runtime.idempotent_writes import WriteSet
+from services.runtime.version_trust import VersionTrust
 
 log = structlog.get_logger()
 DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
@@ -87,6 +88,7 @@ class Deployments:
         self._store = store
         self._clock = clock
         self._kind = Resources(store, clock, DEPLOYMENTS, Deployment)
+        self._trust = VersionTrust(store, clock)
 
     async def create(self, deployment: Deployment, *, request_id: str = "") -> DeploymentView:
         """Store a deployment whose version is pinned to a digest. Raises NotFound for an unknown version."""
@@ -121,8 +123,10 @@ class Deployments:
         request = self._kind.request("update", deployment, request_id, etag=etag)
         stored = await self._kind.replayed(request)
         if stored is None:
-            pinned, together = await self._pinned(deployment)
             name = deployment.meta.name
+            before = await self._store.get(self._kind.key(name))
+            serving = "" if before is None else load(before.value, Deployment).version_digest
+            pinned, together = await self._pinned(deployment, serving=serving)
             routed = await self._store.get(ROUTES + name)
             unchanged = ModRevisionIs(ROUTES + name, 0 if routed is None else routed.mod_revision)
 
@@ -175,8 +179,11 @@ class Deployments:
         snapshot = await read_snapshot(self._store)
         return deployment_view(stored, snapshot, unplaced_in(snapshot.fleet))
 
-    async def _pinned(self, deployment: Deployment) -> tuple[Deployment, WriteSet]:
-        """Return the deployment with its digest, and the condition that the version still exists."""
+    async def _pinned(self, deployment: Deployment, *, serving: str = "") -> tuple[Deployment, WriteSet]:
+        """Return the deployment with its digest, and the condition that the version still exists.
+
+        The version that it is ``serving`` needs no signature: workers decide whether they load it again.
+        """
         if deployment.price.cached_micros > deployment.price.input_micros:
             raise InvalidInput(
                 "cached prompt tokens cannot cost more than others", field="deployment.price.cached_micros"
@@ -189,6 +196,8 @@ class Deployments:
         version, together = await pinned_version(
             self._store, deployment.model, deployment.version, field="deployment.version"
         )
+        if version.digest != serving:
+            await require_trust(self._trust, version)
         executor = version.executor(deployment.executor, field="deployment.executor")
         if deployment.devices > 1 and executor != "vllm":
             raise InvalidInput(
@@ -202,6 +211,13 @@ def _in_rollout(name: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"a rollout of {name} is open: finish it, or undo it by `fairway rollouts revert {name}`",
         name=name,
+    )
+
+
+async def require_trust(trust: VersionTrust, version: VersionRecord) -> None:
+    """Return if the signer policies let the version be deployed. Raises as ``VersionTrust.require``."""
+    await trust.require(
+        version.model, version.digest, base_model=version.base_model, base_digest=version.base_digest
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot
-from services.controlplane.resources.deployments import pinned_version
+from services.controlplane.resources.deployments import pinned_version, require_trust
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
 from services.controlplane.rollouts.policy.advance import RolloutFacts, facts_of
@@ -50,6 +50,7 @@ from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.ports.clock import Clock
 from services.ports.store import Condition, ModRevisionIs, Operation, Store
 from services.runtime.idempotent_writes import WriteSet
+from services.runtime.version_trust import VersionTrust
 
 log = structlog.get_logger()
 _TRIES: Final = 5
@@ -73,6 +74,7 @@ class Rollouts:
         self._store = store
         self._clock = clock
         self._kind = Resources(store, clock, ROLLOUTS, Rollout)
+        self._trust = VersionTrust(store, clock)
 
     async def create(self, rollout: Rollout, *, request_id: str = "", dry_run: bool = False) -> RolloutView:
         """Start a rollout, or with ``dry_run`` return its plan. Nothing is written where it does not fit.
@@ -206,6 +208,7 @@ class Rollouts:
             field = f"rollout.arms[{number}].version"
             version, together = await pinned_version(self._store, deployment.model, arm.version, field=field)
             version.executor(deployment.executor, field=field)  # raises for one that does not serve it
+            await require_trust(self._trust, version)
             arms.append(replace(arm, version_digest=version.digest))
             conditions += together.conditions
             operations = list(together.operations)

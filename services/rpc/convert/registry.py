@@ -30,8 +30,13 @@ record_from_proto: Final = _VERSION.from_proto
 
 
 def version_to_proto(
-    record: VersionRecord, manifest: Manifest | None, tags: Sequence[str] = ()
+    record: VersionRecord,
+    manifest: Manifest | None,
+    tags: Sequence[str] = (),
+    signatures: Sequence[str] = (),
 ) -> registry_pb2.Version:
     """Return a version; without a manifest its field stays unset, as in lists."""
     found = None if manifest is None else manifest_to_proto(manifest)
-    return _VERSION.to_proto(record, manifest=found, tags=tags, servable_by=record.servable_by)
+    return _VERSION.to_proto(
+        record, manifest=found, tags=tags, servable_by=record.servable_by, signatures=signatures
+    )

@@ -18,12 +18,13 @@ from fairway.formats.decoder_config import parse_config
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
 from fairway.formats.safetensors import tensors_of
 from fairway.formats.weights import weight_files
-from services.core.errors import FailedPrecondition
+from services.core.errors import FailedPrecondition, Unavailable
 from services.core.manifest import Manifest
 from services.core.records import AssignedVersion
 from services.core.rollouts.computation import READ
 from services.ports.clock import Clock
 from services.ports.registry import TextCheck
+from services.runtime.version_trust import VersionTrust
 from services.worker.detokenizer import Vocabulary, load_vocabulary
 from services.worker.engine.load.config import names_in, read_json, read_part
 from services.worker.engine_protocol import EngineConfig
@@ -101,27 +102,53 @@ class VersionFiles:
     """Implements ``LocalFiles``: the pinned folder of a version, and its vocabulary."""
 
     def __init__(
-        self, version: AssignedVersion, source: ModelSource, texts: TextCheck | None, clock: Clock
+        self,
+        version: AssignedVersion,
+        source: ModelSource,
+        texts: TextCheck | None,
+        clock: Clock,
+        trust: VersionTrust,
     ) -> None:
         """``texts`` checks the files that gateways read; None for no check."""
         self._version = version
         self._source = source
         self._texts = texts
         self._clock = clock
+        self._trust = trust
+        self._was_trusted = False  # whether a check of its signatures passed
         self._checked_until_s = -math.inf  # time until which one engine may start without a new check
         self._vocabulary: Vocabulary | None = None
         self.folder: Path | None = None
         self.template_fault = ""  # why gateways cannot serve chat with it
 
     async def fetch(self, progress: Callable[[float], None]) -> None:
+        await self._require_trust()
         await self._checked(progress)
         self._checked_until_s = self._clock.monotonic_s() + CHECK_COUNTS_S
 
     async def checked(self, progress: Callable[[float], None]) -> None:
+        await self._require_trust()
         fresh = self._clock.monotonic_s() <= self._checked_until_s
         self._checked_until_s = -math.inf
         if not fresh:
             await self._checked(progress)
+
+    async def _require_trust(self) -> None:
+        """Return if the version and the base of an adapter may be loaded by their models' signer policies.
+
+        While the store is unreachable the last decision holds, so that a crashed engine starts again. Raises
+        as ``VersionTrust.require`` and ``ModelSource.fetch``.
+        """
+        model, digest = self._version.model, self._version.version_digest
+        try:
+            manifest = await self._source.readable(model, digest)
+            await self._trust.require(
+                model, digest, base_model=manifest.base_model, base_digest=manifest.base_digest
+            )
+        except Unavailable:
+            if not self._was_trusted:
+                raise
+        self._was_trusted = True
 
     async def _checked(self, progress: Callable[[float], None]) -> None:
         """Read every chunk, compare it with the manifest, and pin the folder.

@@ -44,6 +44,7 @@ from services.rpc.channel import auth_metadata
 from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
+from services.runtime.version_trust import VersionTrust
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
 from services.worker.detokenizer import byte_of_char
@@ -334,7 +335,7 @@ async def start_harness(
         settings=engines,
         host=host,
         store=store,
-        files=lambda version: VersionFiles(version, used, texts, clock),
+        files=lambda version: VersionFiles(version, used, texts, clock, VersionTrust(store, clock)),
         launch=process_launcher(clock, supervisor, engines.timeouts, env, vllm_dir),
         clock=clock,
         supervisor=supervisor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
+import pickle  # noqa: TID251  (it writes what must be refused)
 from pathlib import Path
 
 import pytest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
+import pickle  # noqa: TID251  (it writes what must be refused)
 import struct
 from collections.abc import Callable
 from pathlib import Path
