@@ -13,7 +13,8 @@
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
     │                           StreamBroken, Overloaded, DeadlineUnmeetable,
-    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog
+    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog,
+    │                           IsolationUnavailable
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -256,6 +257,12 @@ class DeadlineUnmeetable(Unavailable):
     """The deadline of the request passes before the request can start."""
 
     reason = "DEADLINE_UNMEETABLE"
+
+
+class IsolationUnavailable(Unavailable):
+    """No node or slice that the tenant's isolation allows can serve it. It is never served elsewhere."""
+
+    reason = "ISOLATION_UNAVAILABLE"
 
 
 class VersionFailing(Unavailable):
