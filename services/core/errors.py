@@ -9,7 +9,8 @@
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
     │                           PoisonedInput
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
-    │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
+    │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded,
+    │                           KvBudgetExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
     │                           StreamBroken, Overloaded, DeadlineUnmeetable,
@@ -200,6 +201,12 @@ class OverCommitment(OverQuota):
     """The model is overloaded, and the tenant uses more than its committed rate."""
 
     reason = "OVER_COMMITMENT"
+
+
+class KvBudgetExceeded(OverQuota):
+    """The request alone needs more KV than its tenant may hold on any worker."""
+
+    reason = "KV_BUDGET_EXCEEDED"
 
 
 class ShareExceeded(OverQuota):

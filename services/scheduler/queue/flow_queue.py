@@ -25,7 +25,12 @@ from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapsh
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.policy.placement.candidate import PlaceQuery, RoomSummary, demand_of
+from services.scheduler.policy.placement.candidate import (
+    PlaceQuery,
+    RoomSummary,
+    demand_of,
+    within_kv_budget,
+)
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, NoWorker, PlacementProfile
 from services.scheduler.policy.queue.fair_order import (
     MICROSECONDS,
@@ -34,7 +39,7 @@ from services.scheduler.policy.queue.fair_order import (
 )
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.queue.index import Pool, QueueIndex, QueueLimits, size_bytes_of
-from services.scheduler.queue.refusals import full_of, no_node_of, timed_out, too_long
+from services.scheduler.queue.refusals import beyond_kv_budget, full_of, no_node_of, timed_out, too_long
 from services.scheduler.queue.rules import PRODUCTION, PassContext, QueueDiscipline, QueueRule
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
@@ -159,7 +164,9 @@ class GrantPass:
                 yield item, too_long(item.spec, fleet.candidates(digest).values())
                 continue
             skipped += 1
-            if found.waits_for_room or restricted:  # others could take the room that it waits for
+            if (
+                found.waits_for_room or restricted
+            ) and not item.over_budget:  # others could take the room that it waits for
                 for rule in rules:
                     rule.skipped(item)
 
@@ -304,7 +311,12 @@ class FlowQueue:
             self._ahead_us = max(self._ahead_us, arrival_unix_us - now_s * MICROSECONDS)
             self.ledger.submitted(spec)
             item = self._item(session, placement_id, spec, arrival_unix_us, now_s, zone=zone)
-            error = self._isolated(spec, now_s) or self._full(item, now_s) or self._barred(item, now_s)
+            error = (
+                self._isolated(spec, now_s)
+                or self._beyond_budget(item)
+                or self._full(item, now_s)
+                or self._barred(item, now_s)
+            )
             if error is None:
                 self._add(item, now_s)
                 return
@@ -490,6 +502,16 @@ class FlowQueue:
         if not spec.node_group or spec.isolation_waits or now_s < self._gathered_s:
             return None
         return None if self._fleet.reports_group(spec.version_digest, spec.node_group) else no_node_of(spec)
+
+    def _beyond_budget(self, item: QueuedPlacement) -> FairwayError | None:
+        """Return why the placement alone exceeds its tenant's KV budget on every worker."""
+        share, candidates = item.spec.kv_share, self._fleet.candidates(item.spec.version_digest)
+        if not share or not candidates:
+            return None
+        largest = max(candidates.values(), key=lambda one: one.kv_tokens_total)
+        if within_kv_budget(share, item.demand, 0, largest):
+            return None
+        return beyond_kv_budget(item.spec, item.demand, int(share * largest.kv_tokens_total))
 
     def _barred(self, item: QueuedPlacement, now_s: float) -> FairwayError | None:
         """Return why the gate refuses the placement, after a pass has used the room there is."""

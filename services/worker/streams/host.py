@@ -277,7 +277,7 @@ class SequenceHost:
             return NotAdmittedReason.DRAINING
         if table.stalled:
             return NotAdmittedReason.NOT_READY
-        if not table.has_room(spec):
+        if not table.has_room(spec) or not table.kv.within_budget(spec):
             return NotAdmittedReason.NO_ROOM
         if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
             return NotAdmittedReason.NO_FALLBACK

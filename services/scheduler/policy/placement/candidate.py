@@ -220,6 +220,11 @@ def has_kv_room(query: PlaceQuery, candidate: Candidate) -> bool:
     return missing_tokens <= query.shared.tokens_on(candidate.worker_id)
 
 
+def within_kv_budget(share: float, demand: Demand, held_tokens: int, candidate: Candidate) -> bool:
+    """Whether a tenant that holds so much of the pool may reserve the demand within its share of it."""
+    return held_tokens + demand.reserved_tokens <= int(share * candidate.kv_tokens_total)
+
+
 def has_sequence_slot(_: PlaceQuery, candidate: Candidate) -> bool:
     return candidate.slots > 0
 

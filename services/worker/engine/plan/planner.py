@@ -225,6 +225,8 @@ class Planner:
     def has_work(self) -> bool:
         """Whether ``plan`` would return a batch."""
         places = self._places
+        if self._beyond_budget():
+            return True
         return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
             (self._suspect_head() or self._admission.head()) is not None
         )
@@ -501,8 +503,10 @@ class Planner:
 
     def _release_over_budget(self) -> list[SequenceState]:
         """Preempt the youngest of each tenant above its budget, as after a shrink; return those handed
-        back."""
-        handed_back: list[SequenceState] = []
+        back, with those that wait for more than their whole budget."""
+        handed_back = self._beyond_budget()
+        for sequence in handed_back:
+            self._places.move(sequence, Status.FINISHED)
         for tenant in self._budgets.over():
             while self._budgets.held(tenant) > self._budgets.limit(tenant):
                 victim = self._own_victim(tenant)
@@ -512,6 +516,10 @@ class Planner:
                     handed_back.append(victim)
             self._budgets.over()  # what its sequences left in the cache counts too
         return handed_back
+
+    def _beyond_budget(self) -> list[SequenceState]:
+        """Return those that wait for their tenants' budgets and exceed them alone."""
+        return [one for one in self._places.over_budget if not self._budgets.fits_alone(one)]
 
     def _own_victim(self, tenant: str) -> SequenceState | None:
         """Return the youngest sequence of the tenant that may be preempted; those without credit go first."""
