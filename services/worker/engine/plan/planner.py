@@ -87,11 +87,14 @@ class StepAdmission:
 
     def _waits_for_budget(self, head: SequenceState) -> bool:
         """Put a sequence aside until its tenant releases blocks, if it has no budget for it now."""
-        if not head.kv_share or self._budgets.admits(head, len(self.found(head))):
+        if not head.kv_share:
             return False
-        # What it would have found may be what was evicted for it.
-        if self._budgets.admits(head, len(self.found(head))):
-            return False
+        found = len(self.found(head))
+        while self._budgets.admits(head, found):
+            left = len(self.found(head))
+            if left == found:
+                return False
+            found = left  # What it would have found was evicted for it.
         self._places.move(head, Status.OVER_BUDGET)
         return True
 
@@ -225,10 +228,8 @@ class Planner:
     def has_work(self) -> bool:
         """Whether ``plan`` would return a batch."""
         places = self._places
-        if self._beyond_budget():
-            return True
         return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
-            (self._suspect_head() or self._admission.head()) is not None
+            (self._suspect_head() or self._admission.head()) is not None or bool(self._beyond_budget())
         )
 
     @property
