@@ -11,7 +11,7 @@ import typer
 from fairway.cli import completion
 from fairway.cli.terminal.cells import parse_moment, parse_money, parse_span
 from fairway.v1 import common_pb2
-from fairway.v1.controlplane_pb2 import KeyRole, Metadata
+from fairway.v1.controlplane_pb2 import Isolation, KeyRole, Metadata
 
 
 class Format(StrEnum):
@@ -31,6 +31,16 @@ class PriorityName(StrEnum):
     @property
     def proto(self) -> common_pb2.Priority.ValueType:
         return common_pb2.Priority.Value(f"PRIORITY_{self.name}")
+
+
+class IsolationName(StrEnum):
+    PACKED = "packed"
+    PARTITIONED = "partitioned"
+    DEDICATED = "dedicated"
+
+    @property
+    def proto(self) -> Isolation.ValueType:
+        return Isolation.Value(f"ISOLATION_{self.name}")
 
 
 class RoleName(StrEnum):

@@ -26,6 +26,32 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Isolation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IsolationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Isolation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ISOLATION_UNSPECIFIED: _Isolation.ValueType  # 0
+    ISOLATION_PACKED: _Isolation.ValueType  # 1
+    """Shared ones."""
+    ISOLATION_PARTITIONED: _Isolation.ValueType  # 2
+    """Slices that are assigned to it."""
+    ISOLATION_DEDICATED: _Isolation.ValueType  # 3
+    """Whole nodes that are assigned to it."""
+
+class Isolation(_Isolation, metaclass=_IsolationEnumTypeWrapper):
+    """Which nodes run the requests of a tenant."""
+
+ISOLATION_UNSPECIFIED: Isolation.ValueType  # 0
+ISOLATION_PACKED: Isolation.ValueType  # 1
+"""Shared ones."""
+ISOLATION_PARTITIONED: Isolation.ValueType  # 2
+"""Slices that are assigned to it."""
+ISOLATION_DEDICATED: Isolation.ValueType  # 3
+"""Whole nodes that are assigned to it."""
+Global___Isolation: _TypeAlias = Isolation  # noqa: Y015
+
 class _KeyRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -507,6 +533,9 @@ class Tenant(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TIMEOUT_FIELD_NUMBER: _builtins.int
     USER_LIMITS_FIELD_NUMBER: _builtins.int
+    ISOLATION_FIELD_NUMBER: _builtins.int
+    ISOLATION_WAITS_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     requests_per_minute: _builtins.int
     """0: no limit, here and below."""
@@ -526,6 +555,14 @@ class Tenant(_message.Message):
     output_tokens_per_minute: _builtins.int
     max_context_tokens: _builtins.int
     max_output_tokens: _builtins.int
+    isolation: Global___Isolation.ValueType
+    """Unspecified: packed."""
+    isolation_waits: _builtins.bool
+    """Its requests wait, up to their time in the queue, while no node that may run them serves their version.
+    Otherwise they are refused at once: ISOLATION_UNAVAILABLE.
+    """
+    kv_share: _builtins.float
+    """Share of each worker's KV blocks that its sequences and cached prefixes may hold. 0: no budget."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -555,10 +592,13 @@ class Tenant(_message.Message):
         max_output_tokens: _builtins.int = ...,
         max_timeout: _duration_pb2.Duration | None = ...,
         user_limits: Global___Limits | None = ...,
+        isolation: Global___Isolation.ValueType = ...,
+        isolation_waits: _builtins.bool = ...,
+        kv_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["degrade", b"degrade", "max_timeout", b"max_timeout", "metadata", b"metadata", "user_limits", b"user_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "input_tokens_per_minute", b"input_tokens_per_minute", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "input_tokens_per_minute", b"input_tokens_per_minute", "isolation", b"isolation", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,6 +770,7 @@ class Deployment(_message.Message):
     OUTPUT_FORM_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -748,6 +789,8 @@ class Deployment(_message.Message):
     as many devices as their product. 0: 1.
     """
     pipeline_parallel: _builtins.int
+    tenant: _builtins.str
+    """The tenant whose nodes run it, where that tenant is dedicated or partitioned. Empty: shared nodes."""
     @_builtins.property
     def metadata(self) -> Global___Metadata:
         """The name is the model name that clients ask for."""
@@ -776,10 +819,11 @@ class Deployment(_message.Message):
         output_form: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "tenant", b"tenant", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1468,6 +1512,8 @@ class Node(_message.Message):
     MEMORY_FREE_BYTES_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SLICE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1480,6 +1526,10 @@ class Node(_message.Message):
     """Of memory_bytes: granted to no version. What each version holds stands with the version."""
     devices: _builtins.int
     """One group: an engine may have as many ranks."""
+    tenant: _builtins.str
+    """The tenant that it is assigned to. Empty: it is shared."""
+    slice: _builtins.str
+    """The part of a device that its engines run on: a MIG profile or a share. Empty: whole devices."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1504,10 +1554,12 @@ class Node(_message.Message):
         memory_free_bytes: _builtins.int = ...,
         drain: Global___DrainProgress | None = ...,
         devices: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        slice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "state", b"state", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3412,6 +3464,56 @@ class UncordonNodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UncordonNodeResponse: _TypeAlias = UncordonNodeResponse  # noqa: Y015
+
+@_typing.final
+class AssignNodeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tenant: _builtins.str
+    """A dedicated tenant, or a partitioned one if the node declares a slice. Empty: all."""
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignNodeRequest: _TypeAlias = AssignNodeRequest  # noqa: Y015
+
+@_typing.final
+class AssignNodeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def node(self) -> Global___Node: ...
+    def __init__(
+        self,
+        *,
+        node: Global___Node | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AssignNodeResponse: _TypeAlias = AssignNodeResponse  # noqa: Y015
 
 @_typing.final
 class DrainNodeRequest(_message.Message):

@@ -189,6 +189,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.AssignNode = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/AssignNode',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.AssignNodeRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.AssignNodeResponse.FromString,
+                _registered_method=True)
         self.DeleteNode = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/DeleteNode',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteNodeRequest.SerializeToString,
@@ -502,6 +507,13 @@ class ControlPlaneServiceServicer:
 
     def DrainNode(self, request, context):
         """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AssignNode(self, request, context):
+        """Assign a node to a tenant, or to all. Replicas of others leave it at once; what they run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -822,6 +834,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DrainNode,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'AssignNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.AssignNode,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.AssignNodeRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.AssignNodeResponse.SerializeToString,
             ),
             'DeleteNode': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteNode,
@@ -1781,6 +1798,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DrainNode',
             fairway_dot_v1_dot_controlplane__pb2.DrainNodeRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AssignNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/AssignNode',
+            fairway_dot_v1_dot_controlplane__pb2.AssignNodeRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.AssignNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,8 @@ class ControlPlaneServiceStub:
     UncordonNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UncordonNodeRequest, _controlplane_pb2.UncordonNodeResponse]
     DrainNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DrainNodeRequest, _controlplane_pb2.DrainNodeResponse]
     """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+    AssignNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.AssignNodeRequest, _controlplane_pb2.AssignNodeResponse]
+    """Assign a node to a tenant, or to all. Replicas of others leave it at once; what they run ends."""
     DeleteNode: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteNodeRequest, _controlplane_pb2.DeleteNodeResponse]
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]
@@ -151,6 +153,8 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     UncordonNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UncordonNodeRequest, _controlplane_pb2.UncordonNodeResponse]  # type: ignore[assignment]
     DrainNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DrainNodeRequest, _controlplane_pb2.DrainNodeResponse]  # type: ignore[assignment]
     """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+    AssignNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.AssignNodeRequest, _controlplane_pb2.AssignNodeResponse]  # type: ignore[assignment]
+    """Assign a node to a tenant, or to all. Replicas of others leave it at once; what they run ends."""
     DeleteNode: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteNodeRequest, _controlplane_pb2.DeleteNodeResponse]  # type: ignore[assignment]
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]  # type: ignore[assignment]
@@ -415,6 +419,14 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DrainNodeResponse, _abc.Awaitable[_controlplane_pb2.DrainNodeResponse]]:
         """Cordon, and move its assignments elsewhere. Returns at once; the node's drain says how far it is."""
+
+    @_abc_1.abstractmethod
+    def AssignNode(
+        self,
+        request: _controlplane_pb2.AssignNodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.AssignNodeResponse, _abc.Awaitable[_controlplane_pb2.AssignNodeResponse]]:
+        """Assign a node to a tenant, or to all. Replicas of others leave it at once; what they run ends."""
 
     @_abc_1.abstractmethod
     def DeleteNode(

@@ -107,6 +107,9 @@ class PlaceRequest(_message.Message):
     OVER_QUOTA_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
+    ISOLATION_WAITS_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
     placement_id: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
@@ -141,6 +144,12 @@ class PlaceRequest(_message.Message):
     """Tokens per minute that were promised to the tenant; above them it is over its quota. 0: no promise."""
     begun: _builtins.bool
     """It was granted a place before, which it lost: it is not shed."""
+    node_group: _builtins.str
+    """The only nodes that may run it: "dedicated/TENANT" or "partitioned/TENANT". Empty: the shared ones."""
+    isolation_waits: _builtins.bool
+    """While no node of its group serves the version it waits in the queue; otherwise ISOLATION_UNAVAILABLE refuses it."""
+    kv_share: _builtins.float
+    """Share of a worker's KV blocks that the tenant may hold. 0: no budget."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: it was lost or refused there."""
@@ -175,10 +184,13 @@ class PlaceRequest(_message.Message):
         over_quota: _builtins.bool = ...,
         committed_tokens_per_minute: _builtins.int = ...,
         begun: _builtins.bool = ...,
+        node_group: _builtins.str = ...,
+        isolation_waits: _builtins.bool = ...,
+        kv_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "attempt", b"attempt", "begun", b"begun", "choice", b"choice", "committed_tokens_per_minute", b"committed_tokens_per_minute", "deadline_left_ms", b"deadline_left_ms", "excluded_workers", b"excluded_workers", "max_output_tokens", b"max_output_tokens", "model", b"model", "over_quota", b"over_quota", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "attempt", b"attempt", "begun", b"begun", "choice", b"choice", "committed_tokens_per_minute", b"committed_tokens_per_minute", "deadline_left_ms", b"deadline_left_ms", "excluded_workers", b"excluded_workers", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_output_tokens", b"max_output_tokens", "model", b"model", "node_group", b"node_group", "over_quota", b"over_quota", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,6 +228,7 @@ class SlotDemand(_message.Message):
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     REPEATS_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     tenant_id: _builtins.str
     rows: _builtins.int
@@ -225,6 +238,8 @@ class SlotDemand(_message.Message):
     """Of its most urgent row."""
     repeats: _builtins.bool
     """It is sent every second while it lasts, and ends 3 s after the last time."""
+    node_group: _builtins.str
+    """As in PlaceRequest."""
     def __init__(
         self,
         *,
@@ -234,10 +249,11 @@ class SlotDemand(_message.Message):
         tenant_weight: _builtins.float = ...,
         priority: _common_pb2.Priority.ValueType = ...,
         repeats: _builtins.bool = ...,
+        node_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "repeats", b"repeats", "rows", b"rows", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_group", b"node_group", "priority", b"priority", "repeats", b"repeats", "rows", b"rows", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +651,7 @@ class PoolMember(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ROW_SLOTS_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     incarnation: _builtins.int
@@ -647,6 +664,8 @@ class PoolMember(_message.Message):
     max_model_len: _builtins.int
     row_slots: _builtins.int
     """Of a fixed-cost version: rows that may be in flight there. 0: a version of sequences."""
+    node_group: _builtins.str
+    """As in ReportRequest."""
     def __init__(
         self,
         *,
@@ -660,10 +679,11 @@ class PoolMember(_message.Message):
         slots: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         row_slots: _builtins.int = ...,
+        node_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "max_model_len", b"max_model_len", "row_slots", b"row_slots", "slots", b"slots", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_size", b"block_size", "incarnation", b"incarnation", "kv_tokens_room", b"kv_tokens_room", "kv_tokens_total", b"kv_tokens_total", "max_model_len", b"max_model_len", "node_group", b"node_group", "row_slots", b"row_slots", "slots", b"slots", "version_digest", b"version_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1054,6 +1074,7 @@ class ReportRequest(_message.Message):
     COST_PER_HOUR_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     DELTAS_NUMBER_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     report: _builtins.int
@@ -1073,6 +1094,8 @@ class ReportRequest(_message.Message):
     """Counts what `tenants` and `usage` tell of, over all streams of this worker's life: what is told again, since no
     answer came, has the number that it had. 0: it has none.
     """
+    node_group: _builtins.str
+    """The tenant and tier that the node is assigned to, as PlaceRequest.node_group names it. Empty: a shared node."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolReport]: ...
     @_builtins.property
@@ -1106,10 +1129,11 @@ class ReportRequest(_message.Message):
         cost_per_hour: _builtins.float = ...,
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
         deltas_number: _builtins.int = ...,
+        node_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "counters", b"counters", "deltas_number", b"deltas_number", "device_type", b"device_type", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "counters", b"counters", "deltas_number", b"deltas_number", "device_type", b"device_type", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "node_group", b"node_group", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1686,6 +1710,7 @@ class Reporter(_message.Message):
     LAST_REPORT_FIELD_NUMBER: _builtins.int
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     incarnation: _builtins.int
@@ -1695,6 +1720,8 @@ class Reporter(_message.Message):
     state: _builtins.str
     """placed_on, silent, draining or away."""
     prefix_blocks: _builtins.int
+    node_group: _builtins.str
+    """As in ReportRequest."""
     @_builtins.property
     def last_report(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -1712,10 +1739,11 @@ class Reporter(_message.Message):
         last_report: _duration_pb2.Duration | None = ...,
         prefix_blocks: _builtins.int = ...,
         pools: _abc.Iterable[Global___ReporterPool] | None = ...,
+        node_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_report", b"last_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "device_type", b"device_type", "incarnation", b"incarnation", "last_report", b"last_report", "pools", b"pools", "prefix_blocks", b"prefix_blocks", "state", b"state", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "device_type", b"device_type", "incarnation", b"incarnation", "last_report", b"last_report", "node_group", b"node_group", "pools", b"pools", "prefix_blocks", b"prefix_blocks", "state", b"state", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,8 @@ class _NotAdmittedReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Not
     """A leader is known, or the fallback credit is spent."""
     NOT_ADMITTED_REASON_INVALID: _NotAdmittedReason.ValueType  # 9
     """Out of the bounds of this file: placed again, it would be refused again."""
+    NOT_ADMITTED_REASON_OTHER_NODE_GROUP: _NotAdmittedReason.ValueType  # 10
+    """The worker is assigned to another tenant or tier, or still runs work of its group before."""
 
 class NotAdmittedReason(_NotAdmittedReason, metaclass=_NotAdmittedReasonEnumTypeWrapper): ...
 
@@ -56,6 +58,8 @@ NOT_ADMITTED_REASON_NO_FALLBACK: NotAdmittedReason.ValueType  # 8
 """A leader is known, or the fallback credit is spent."""
 NOT_ADMITTED_REASON_INVALID: NotAdmittedReason.ValueType  # 9
 """Out of the bounds of this file: placed again, it would be refused again."""
+NOT_ADMITTED_REASON_OTHER_NODE_GROUP: NotAdmittedReason.ValueType  # 10
+"""The worker is assigned to another tenant or tier, or still runs work of its group before."""
 Global___NotAdmittedReason: _TypeAlias = NotAdmittedReason  # noqa: Y015
 
 class _LossCause:
@@ -247,6 +251,8 @@ class StartSequence(_message.Message):
     SCORED_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUES_PROMPT_FIELD_NUMBER: _builtins.int
     EXACT_CONSTRAINT_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
+    KV_SHARE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -280,6 +286,10 @@ class StartSequence(_message.Message):
     """The gateway wrote the constraint from the client's; its schemas are not checked again. From a gateway of an
     earlier release: false.
     """
+    node_group: _builtins.str
+    """As in PlaceRequest: a worker of another group refuses it."""
+    kv_share: _builtins.float
+    """As in PlaceRequest."""
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -343,10 +353,12 @@ class StartSequence(_message.Message):
         scored_tokens: _builtins.int = ...,
         continues_prompt: _builtins.bool = ...,
         exact_constraint: _builtins.bool = ...,
+        node_group: _builtins.str = ...,
+        kv_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "exact_constraint", b"exact_constraint", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "exact_constraint", b"exact_constraint", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "kv_share", b"kv_share", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "node_group", b"node_group", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -411,6 +423,7 @@ class StartRow(_message.Message):
     TARGET_MS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use, neither by a sequence."""
     request_id: _builtins.str
@@ -434,6 +447,8 @@ class StartRow(_message.Message):
     waited_ms: _builtins.int
     tenant_weight: _builtins.float
     """The tenant's share of the device. 0: 1."""
+    node_group: _builtins.str
+    """As in PlaceRequest: a worker of another group refuses it."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Tensor]:
         """Without the batch dimension."""
@@ -461,10 +476,11 @@ class StartRow(_message.Message):
         target_ms: _builtins.int = ...,
         waited_ms: _builtins.int = ...,
         tenant_weight: _builtins.float = ...,
+        node_group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "target_ms", b"target_ms", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle", "incarnation", b"incarnation", "inputs", b"inputs", "node_group", b"node_group", "priority", b"priority", "request_id", b"request_id", "route_revision", b"route_revision", "row", b"row", "target_ms", b"target_ms", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "time_left", b"time_left", "traceparent", b"traceparent", "transport_us", b"transport_us", "version_digest", b"version_digest", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

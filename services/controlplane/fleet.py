@@ -19,6 +19,7 @@ from services.core.records import (
     OBJECTIVES,
     ROLLOUTS,
     ROOT,
+    TENANTS,
     WORKERS,
     AssignedVersion,
     Assignment,
@@ -26,6 +27,7 @@ from services.core.records import (
     LoadedVersion,
     Node,
     Objective,
+    Tenant,
     VersionRecord,
     VersionState,
     Worker,
@@ -36,7 +38,9 @@ from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
-FleetRecord = Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord | Objective
+FleetRecord = (
+    Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord | Objective | Tenant
+)
 R = TypeVar("R")
 
 
@@ -53,6 +57,8 @@ class Fleet:
     # By version digest: what its engine computes. Without those that were registered without it.
     engines: Mapping[str, str] = field(default_factory=dict)
     objectives: tuple[Objective, ...] = ()
+    # The node group of each tenant, by name.
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,8 @@ def decode(entry: Entry) -> FleetRecord | None:
         return load(entry.value, VersionRecord)
     if entry.key.startswith(OBJECTIVES):
         return load(entry.value, Objective)
+    if entry.key.startswith(TENANTS):
+        return load(entry.value, Tenant)
     return None
 
 
@@ -144,6 +152,7 @@ def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
             if isinstance(record, VersionRecord) and record.engine
         },
         tuple(record for record in found if isinstance(record, Objective)),
+        {record.meta.name: record.node_group for record in found if isinstance(record, Tenant)},
     )
 
 

@@ -113,6 +113,7 @@ class Reconciler:
             fleet.routes,
             terms=serving_terms(fleet.objectives, self._probes()),
             engines=fleet.engines,
+            groups=fleet.groups,
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

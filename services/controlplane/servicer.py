@@ -336,6 +336,12 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         view = await self._service.nodes.drain(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DrainNodeResponse(node=node_message(view))
 
+    async def AssignNode(self, request: pb.AssignNodeRequest, context: Context) -> pb.AssignNodeResponse:
+        view = await self._service.nodes.assign(
+            request.name, request.tenant, etag=request.etag, request_id=request.request_id
+        )
+        return pb.AssignNodeResponse(node=node_message(view))
+
     async def DeleteNode(self, request: pb.DeleteNodeRequest, context: Context) -> pb.DeleteNodeResponse:
         await self._service.nodes.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteNodeResponse()

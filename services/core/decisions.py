@@ -140,3 +140,4 @@ class FleetWorker:
     silent_s: float  # time since its last report
     prefix_blocks: int
     pools: tuple[WorkerPool, ...]
+    node_group: str = ""

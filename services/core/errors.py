@@ -9,11 +9,13 @@
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
     │                           PoisonedInput, SignatureMissing, SignerNotAllowed, SignatureInvalid
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
-    │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded
+    │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded,
+    │                           KvBudgetExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
     │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
     │                           StreamBroken, Overloaded, DeadlineUnmeetable,
-    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog
+    │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog,
+    │                           IsolationUnavailable
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -219,6 +221,12 @@ class OverCommitment(OverQuota):
     reason = "OVER_COMMITMENT"
 
 
+class KvBudgetExceeded(OverQuota):
+    """The request alone needs more KV than its tenant may hold on any worker."""
+
+    reason = "KV_BUDGET_EXCEEDED"
+
+
 class ShareExceeded(OverQuota):
     """The caller uses its full share of a bounded resource; other callers can still use theirs."""
 
@@ -274,6 +282,12 @@ class DeadlineUnmeetable(Unavailable):
     """The deadline of the request passes before the request can start."""
 
     reason = "DEADLINE_UNMEETABLE"
+
+
+class IsolationUnavailable(Unavailable):
+    """No node or slice that the tenant's isolation allows can serve it. It is never served elsewhere."""
+
+    reason = "ISOLATION_UNAVAILABLE"
 
 
 class VersionFailing(Unavailable):

@@ -152,6 +152,7 @@ class ReportSnapshot:
     cost_per_hour: float = 0.0
     # Numbers ``tenants`` and ``usage`` over all streams; a repetition has the same number; 0: none.
     deltas_number: int = 0
+    node_group: str = ""  # the group whose requests alone it admits; empty: shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ class PoolMember:
     slots: int
     max_model_len: int
     row_slots: int = 0  # rows of a fixed-cost version that may be in flight there
+    node_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

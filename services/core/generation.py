@@ -47,6 +47,7 @@ class NotAdmittedReason(StrEnum):
     STALE_ROUTE = "stale_route"
     NO_FALLBACK = "no_fallback"
     INVALID = "invalid"
+    OTHER_NODE_GROUP = "other_node_group"
 
 
 TOKEN_KEY: Final = "token:"  # no name of a key has a colon
@@ -235,6 +236,9 @@ class PlaceSpec:
     over_quota: bool = False  # the tenant uses more than its committed rate
     committed_tokens_per_minute: int = 0  # 0: nothing is committed
     begun: bool = False  # it was granted before
+    node_group: str = ""  # the only nodes that may run it; empty: the shared ones
+    isolation_waits: bool = False  # it waits while none of these serves its version
+    kv_share: float = 0.0  # share of a worker's KV that its tenant may hold; 0: no budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +257,8 @@ class StartSpec:
     apart_tokens: int = 0  # tokens of a suspect of a crash that come from steps of its own
     embed: bool = False  # it ends with its prefill: with the last token's hidden state, without output
     scored_tokens: int = 0  # prompt tokens whose log-probabilities an earlier run sent
+    node_group: str = ""  # as in ``PlaceSpec``
+    kv_share: float = 0.0  # as in ``PlaceSpec``
 
     @property
     def prefill_tokens(self) -> int:

@@ -87,6 +87,23 @@ class Priority(StrEnum):
 _RANKS: Final = {Priority.BATCH: 1, Priority.STANDARD: 2, Priority.INTERACTIVE: 3}
 
 
+class Isolation(StrEnum):
+    """Which nodes run the requests of a tenant: shared ones, slices of its own, or whole nodes of its own."""
+
+    PACKED = "packed"
+    PARTITIONED = "partitioned"
+    DEDICATED = "dedicated"
+
+
+SHARED_NODES: Final = ""
+
+
+def node_group(tenant: str, isolation: Isolation) -> str:
+    """Return the name of the nodes that may run a tenant's requests. A node belongs to one group, and a
+    request to one."""
+    return SHARED_NODES if isolation is Isolation.PACKED else f"{isolation}/{tenant}"
+
+
 class KeyRole(StrEnum):
     """The role of a key or a token. The (access) options in the protos list the methods of each."""
 
@@ -159,6 +176,13 @@ class Tenant:
     max_output_tokens: int = 0
     max_timeout_s: float = 0.0
     user_limits: UsageLimits = field(default_factory=UsageLimits)  # limits of each end user
+    isolation: Isolation = Isolation.PACKED
+    isolation_waits: bool = False  # whether its requests wait while no node of its group serves their version
+    kv_share: float = 0.0  # share of a worker's KV blocks that it may hold; 0: no budget
+
+    @property
+    def node_group(self) -> str:
+        return node_group(self.meta.name, self.isolation)
 
     @property
     def limits(self) -> UsageLimits:
@@ -206,6 +230,7 @@ class Deployment:
     output_form: str = ""  # how its versions write calls and reasoning; empty: as their files show
     tensor_parallel: int = 1  # devices that share each layer
     pipeline_parallel: int = 1  # groups of devices that follow each other
+    tenant: str = ""  # the tenant whose nodes run it; empty: shared nodes
 
     @property
     def devices(self) -> int:
@@ -378,6 +403,7 @@ class Assignment:
 
     worker_id: str
     versions: tuple[AssignedVersion, ...] = ()
+    node_group: str = SHARED_NODES  # the group whose requests alone it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +450,7 @@ class Worker:
     versions: tuple[LoadedVersion, ...] = ()
     memory_free_bytes: int = 0
     devices: int = 1  # devices of its kind in one group: the most ranks of an engine
+    slice: str = ""  # the part of a device that it runs on, a MIG profile or a share; empty: whole devices
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
         """Return the observed state of an assigned version; None until the worker reports it."""
@@ -443,6 +470,13 @@ class Node:
     worker_id: str
     cordoned: bool = False
     draining: bool = False
+    tenant: str = ""  # the tenant that it is assigned to; empty: it is shared
+
+    def group(self, slice_: str) -> str:
+        """Return its group, if its worker declares that slice."""
+        if not self.tenant:
+            return SHARED_NODES
+        return node_group(self.tenant, Isolation.PARTITIONED if slice_ else Isolation.DEDICATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class Need:
     reserved_tokens: int
     worst_case_tokens: int
     excluded_workers: Collection[str] = ()
+    node_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def room_tokens(member: PoolMember, placed: Placed) -> int:
 
 def may_take(need: Need, member: PoolMember, placed: Placed) -> bool:
     """Whether the worker has room if everything has ended there except placements since the snapshot."""
-    if member.worker_id in need.excluded_workers:
+    if member.worker_id in need.excluded_workers or member.node_group != need.node_group:
         return False
     if member.max_model_len and need.worst_case_tokens > member.max_model_len:
         return False
@@ -186,6 +187,7 @@ class GatewayFallback:
             reserved_tokens=spec.prompt_tokens + predicted,
             worst_case_tokens=spec.prompt_tokens + spec.max_output_tokens,
             excluded_workers=spec.excluded_workers,
+            node_group=spec.node_group,
         )
         if digest not in self._members:
             return None

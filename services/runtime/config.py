@@ -135,6 +135,8 @@ class Settings(BaseModel):
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
     # Failure domain; replicas are spread over zones.
     zone: str = Field(default="", max_length=64)
+    # Part of a device that the worker runs on, a MIG profile or a share such as 0.25; empty: whole devices.
+    slice: str = Field(default="", pattern=r"^(\d{1,2}g\.\d{1,4}gb|0\.\d{1,4})?$")
     # Labels key=value, matched by a deployment's selector.
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     # Lowest level that is logged.

@@ -316,6 +316,7 @@ def workers_of(
                 _pool(fleet, worker, pool, found.get((worker.worker_id, digest)))
                 for digest, pool in sorted(worker.pools.items())
             ),
+            node_group=worker.node_group,
         )
         for worker in sorted(fleet.states, key=lambda state: state.worker_id)
     ]

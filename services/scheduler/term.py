@@ -60,13 +60,13 @@ MAX_LISTED: Final = 8192  # most members of one heartbeat, over all gateways: ab
 
 
 class Members(NamedTuple):
-    """The serving workers of a version: with room, and without room now."""
+    """The serving workers of a version in a node group: with room, and without room now."""
 
     roomy: list[PoolMember]
     full: list[PoolMember]
 
 
-Fleet = Mapping[str, Members]
+Fleet = Mapping[tuple[str, str], Members]
 
 
 class LeaderHeartbeat:
@@ -120,13 +120,13 @@ class LeaderHeartbeat:
 
 
 def members_of(fleet: FleetView) -> Fleet:
-    """Return the serving workers by version."""
-    found: dict[str, Members] = {}
+    """Return the serving workers by version and node group."""
+    found: dict[tuple[str, str], Members] = {}
     for digest in fleet.versions[:MAX_MEMBERS]:
         for candidate in fleet.candidates(digest).values():
             if not candidate.serving:
                 continue
-            members = found.setdefault(digest, Members([], []))
+            members = found.setdefault((digest, candidate.node_group), Members([], []))
             row_slots = fleet.pool_of(candidate.worker_id, digest).row_slots
             has_room = row_slots > 0 or (candidate.kv_tokens_room > 0 and candidate.slots > 0)
             address, incarnation = fleet.life_of(candidate.worker_id)
@@ -142,6 +142,7 @@ def members_of(fleet: FleetView) -> Fleet:
                     slots=max(0, candidate.slots),
                     max_model_len=candidate.max_model_len,
                     row_slots=row_slots,
+                    node_group=candidate.node_group,
                 )
             )
     return found

@@ -70,6 +70,7 @@ class SimKvPool:
         self._own = 0
         self._holders: dict[int, int] = {}  # number of holders of each cached prefix block, by name
         self._idle: dict[int, None] = {}  # blocks without holders, least recently used first
+        self._roots: dict[int, int] = {}  # root of each cached prefix block, by name
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 
@@ -117,6 +118,21 @@ class SimKvPool:
             counted.update(table[: len(table) - of_table : self._each])
         gone = (name for name, count in counted.items() if count == self._holders[name] and name not in kept)
         return own + self._each * sum(1 for _ in gone)
+
+    def idle_of(self, roots: Iterable[int]) -> int:
+        """See ``BlockManager``."""
+        wanted = frozenset(roots)
+        return self._each * sum(self._roots[name] in wanted for name in self._idle)
+
+    def evict_of(self, roots: Iterable[int], count: int) -> int:
+        """See ``BlockManager``. Whole prefix blocks go, so that it may be a few more."""
+        wanted, evicted = frozenset(roots), 0
+        for name in [name for name in self._idle if self._roots[name] in wanted]:
+            if evicted >= count:
+                break
+            self._evict(name)
+            evicted += self._each
+        return evicted
 
     @property
     def is_closing(self) -> bool:
@@ -191,7 +207,7 @@ class SimKvPool:
         whole = sequence.computed // PREFIX_BLOCK_TOKENS
         for place in range(self._shared(sequence), min(whole, len(sequence.prefix_names) - 1)):
             if (name := sequence.prefix_names[place + 1]) not in self._holders:
-                self._add(name)
+                self._add(name, sequence.prefix_names[0])
             self._share(sequence, place)
 
     def retain(self, sequence: SequenceState) -> None:
@@ -206,7 +222,7 @@ class SimKvPool:
         """Cache blocks that another engine computed, first to last, as far as there is room."""
         for name in names[: self.blocks_free // self._each]:
             if name not in self._holders:
-                self._add(name)
+                self._add(name, 0)
         self._evict_beyond(self.blocks_open)
 
     def take_changes(self) -> tuple[list[int], list[int]]:
@@ -242,7 +258,8 @@ class SimKvPool:
         sequence.blocks[place * each : (place + 1) * each] = [name] * each
         sequence.table_version += 1
 
-    def _add(self, name: int) -> None:
+    def _add(self, name: int, root: int) -> None:
+        self._roots[name] = root
         self._holders[name] = 0
         self._idle[name] = None
         self._added[name] = None
@@ -261,11 +278,11 @@ class SimKvPool:
     def _evict_beyond(self, blocks: int) -> None:
         """Evict blocks without a holder until the pool holds so many blocks."""
         while self._idle and self._own + len(self._holders) * self._each > blocks:
-            self._evict()
+            self._evict(next(iter(self._idle)))
 
-    def _evict(self) -> None:
-        name = next(iter(self._idle))
+    def _evict(self, name: int) -> None:
         del self._idle[name]
+        del self._roots[name]
         del self._holders[name]
         if name in self._added:
             del self._added[name]
@@ -619,7 +636,7 @@ class SimEngine:
                     return 1
                 steps = left
         steps = min(steps, int(most_s / self._executor.decode_s(len(planner.decoding), attended)))
-        while steps > 1 and planner.blocks_ahead(steps) > self.pool.blocks_free:
+        while steps > 1 and not planner.fits_ahead(steps):
             steps //= 2
         return max(1, steps)
 

@@ -67,6 +67,8 @@ class SimIntake(Intake):
             credit_limit=command.credit_limit,
             prefix_names=names,
             scored=command.scored_tokens,
+            tenant=command.tenant,
+            kv_share=command.kv_share,
         )
         sequence.set_credit(command.credit_limit)
         sequence.run_alone(command.apart_tokens)

@@ -14,6 +14,7 @@ from fairway.cli.connection import Connection, OptionGroup, Server, command
 from fairway.cli.flags import (
     EtagOption,
     Format,
+    IsolationName,
     LabelOption,
     NameArgument,
     OutputOption,
@@ -26,7 +27,7 @@ from fairway.cli.flags import (
     replace_labels,
     span_s,
 )
-from fairway.cli.terminal.cells import age, labels, limit, moment, priority, role_name, show_money
+from fairway.cli.terminal.cells import age, isolation, labels, limit, moment, priority, role_name, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm, err, out, plain
@@ -120,6 +121,23 @@ _FIELDS: Final = OptionGroup(
                 help="Under pressure, limit outputs to this many tokens. 0: no limit.",
             ),
         ],
+        "isolation": Annotated[
+            IsolationName | None,
+            typer.Option("--isolation", help="Nodes of its requests: shared ones, its slices, or its nodes."),
+        ],
+        "isolation_waits": Annotated[
+            bool | None,
+            typer.Option(
+                "--isolation-waits/--isolation-refuses",
+                help="Whether requests wait while no node of its own serves their model.",
+            ),
+        ],
+        "kv_share": Annotated[
+            float | None,
+            typer.Option(
+                "--kv-share", min=0, max=1, help="Share of each worker's KV that it may hold. 0: no budget."
+            ),
+        ],
         "degrade_model": Annotated[
             list[str] | None,
             typer.Option(
@@ -137,6 +155,8 @@ def _set_fields(tenant: cp.Tenant, fields: Mapping[str, Any]) -> None:
         match name:
             case "max_priority":
                 tenant.max_priority = value.proto
+            case "isolation":
+                tenant.isolation = value.proto
             case "degrade_max_output_tokens":
                 tenant.degrade.max_output_tokens = value
             case "degrade_model":
@@ -166,6 +186,8 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("committed/min", lambda tenant: str(tenant.committed_tokens_per_minute or ""), wide=True),
         Column("each user", lambda tenant: show_limits(tenant.user_limits), wide=True),
         Column("degrade", _degrade, wide=True),
+        Column("isolation", lambda tenant: isolation(tenant.isolation) or "packed", wide=True),
+        Column("kv share", lambda tenant: f"{tenant.kv_share:g}" if tenant.kv_share else "", wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
         Column("labels", lambda tenant: labels(tenant.metadata), wide=True),
@@ -186,6 +208,8 @@ add_show(tenants, TENANTS, about="Show a tenant with all its fields.")
         "fairway tenants create acme --display-name 'Acme Inc.'",
         "fairway tenants create acme --requests-per-minute 600 --max-concurrency 32",
         "fairway tenants create acme --user-tokens-per-minute 20000 --max-output-tokens 4096",
+        "fairway tenants create acme --isolation dedicated --isolation-waits",
+        "fairway tenants create acme --kv-share 0.25",
         "fairway tenants create acme --degrade-max-output-tokens 256 --degrade-model chat=chat-small",
     ),
     groups=(_FIELDS, LIMITS, USER_LIMITS),

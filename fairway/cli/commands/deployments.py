@@ -70,6 +70,10 @@ def _no_handoff(_: object) -> None:
 PrefillReplicasOption = Annotated[
     None, typer.Option("--prefill-replicas", parser=_no_handoff, hidden=True, help="Refused.")
 ]
+TenantOption = Annotated[
+    str | None,
+    typer.Option("--tenant", help="Run it on the nodes of this dedicated or partitioned tenant; '': shared."),
+]
 OutputFormOption = Annotated[
     str | None,
     typer.Option(
@@ -144,6 +148,7 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
             lambda found: ",".join(f"{k}={v}" for k, v in sorted(found.node_selector.items())),
             wide=True,
         ),
+        Column("tenant", lambda deployment: deployment.tenant, wide=True),
         Column("price in/cached/out", _prices, wide=True),
         Column("labels", lambda deployment: labels(deployment.metadata), wide=True),
         Column("digest", lambda deployment: deployment.version_digest, wide=True),
@@ -189,6 +194,7 @@ async def create(
     pipeline_parallel: PipelineParallelOption = 1,
     prefill_replicas: PrefillReplicasOption = None,
     output_form: OutputFormOption = None,
+    tenant: TenantOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
@@ -205,6 +211,7 @@ async def create(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         output_form=output_form or "",
+        tenant=tenant or "",
         node_selector=key_values(selector, flag="--selector"),
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
@@ -242,6 +249,7 @@ async def update(
     tensor_parallel: TensorParallelOption = 0,
     pipeline_parallel: PipelineParallelOption = 0,
     output_form: OutputFormOption = None,
+    tenant: TenantOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
     wait: WaitOption = False,
@@ -274,6 +282,8 @@ async def update(
         deployment.pipeline_parallel = pipeline_parallel or deployment.pipeline_parallel
         if output_form is not None:
             deployment.output_form = output_form
+        if tenant is not None:
+            deployment.tenant = tenant
         _set_price(deployment, price)
         replace_labels(deployment.metadata, label)
 

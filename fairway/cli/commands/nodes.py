@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
@@ -40,6 +40,8 @@ NODES: Final[Resource[cp.Node]] = resource(
         Column("device", lambda node: node.device, drop=3),
         Column("state", _state),
         Column("versions", _versions),
+        Column("tenant", lambda node: node.tenant, wide=True),
+        Column("slice", lambda node: node.slice, wide=True),
         Column("zone", lambda node: node.zone, wide=True),
         Column("labels", lambda node: labels(node.metadata), wide=True),
         Column("memory", lambda node: show_bytes(node.memory_bytes), wide=True),
@@ -70,6 +72,27 @@ async def uncordon(
     """Allow new work on a node again. This ends a running drain."""
     opened = connection.admin.nodes.uncordon(name, etag=etag)
     NODES.write_one(await checked(opened, what=f"cannot uncordon the node {name}"), output)
+
+
+@command(
+    app,
+    "assign",
+    to=Server.CONTROLPLANE,
+    examples=("fairway nodes assign worker-1 --tenant acme", "fairway nodes assign worker-1"),
+)
+async def assign(
+    connection: Connection,
+    name: NameArgument,
+    tenant: Annotated[str, typer.Option("--tenant", help="Tenant that has it alone. Without it: all.")] = "",
+    etag: EtagOption = "",
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Assign a node to a tenant that is dedicated, or partitioned if the node declares a slice.
+
+    Replicas of others leave the node at once. Requests of the tenant start when those of others have ended.
+    """
+    assigned = connection.admin.nodes.assign(name, tenant, etag=etag)
+    NODES.write_one(await checked(assigned, what=f"cannot assign the node {name}"), output)
 
 
 @command(

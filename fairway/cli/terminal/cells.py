@@ -97,6 +97,10 @@ def priority(number: int) -> str:
     return enum_name(common_pb2.Priority.Name, number, "PRIORITY_")
 
 
+def isolation(number: int) -> str:
+    return enum_name(cp.Isolation.Name, number, "ISOLATION_")
+
+
 def resource_kind(number: int) -> str:
     return enum_name(cp.ResourceKind.Name, number, "RESOURCE_KIND_")
 

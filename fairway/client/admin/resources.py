@@ -345,6 +345,12 @@ class Nodes(Reading[cp.Node]):
         """Start to move its work to other nodes and return at once. No request fails."""
         return await self._changed("Drain", name=name, etag=etag, timeout_s=timeout_s)
 
+    async def assign(
+        self, name: str, tenant: str = "", *, etag: str = "", timeout_s: float | None = None
+    ) -> cp.Node:
+        """Assign a node to a tenant, or to all. Replicas of others leave it at once."""
+        return await self._changed("Assign", name=name, tenant=tenant, etag=etag, timeout_s=timeout_s)
+
     async def wait_drained(
         self,
         name: str,

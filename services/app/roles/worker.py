@@ -146,6 +146,7 @@ def worker_identity(settings: Settings) -> WorkerIdentity:
         address=settings.advertised,
         zone=settings.zone,
         labels=settings.labels,
+        slice=settings.slice,
         device=settings.device,
         memory_bytes=settings.memory_bytes,
         devices=settings.devices * (1 + len(settings.followers)),

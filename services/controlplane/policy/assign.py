@@ -20,6 +20,10 @@ while the previous one serves. The previous version retires once the new one tak
 Where no worker has memory for both, the previous version is removed from one worker at a time, and only
 while another worker serves the deployment. If none does, it stays.
 
+A node that is assigned to a tenant runs only deployments of that tenant, and these run on no other node
+(``Host.admits``). What a node may no longer run is removed at once, whether or not it is READY elsewhere:
+isolation goes before capacity.
+
 An arm of a split is planned like a deployment
 of its own, NAME@DIGEST, after all deployments: it evicts nothing, and runs in addition to the stable version,
 or in its place where the route goes worker by worker.
@@ -129,17 +133,19 @@ def plan(
     estimates: Mapping[str, int] = _MEASURED,
     engines: Mapping[str, str] = _UNKNOWN,
     terms: Mapping[str, ServingTerms] = _NONE,
+    groups: Mapping[str, str] = _UNKNOWN,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
     ``workers`` are the live ones. ``estimates`` has the memory of versions that none has measured.
     ``engines`` names what each version computes: versions with the same share the memory of one. ``terms``
-    are by deployment. After the actions are applied, another plan writes nothing until a state changes.
-    Higher priority is placed first, then by name; no worker gets two replicas of one version.
+    are by deployment; ``groups`` has the node group of each tenant. After the actions are applied, another
+    plan writes nothing until a state changes. Higher priority is placed first, then by name; no worker gets
+    two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
-    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines)
+    hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines, groups)
     wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
@@ -163,6 +169,11 @@ def _drop_unwanted(hosts: Sequence[Host], wanted: Mapping[str, Deployment]) -> N
     for host in hosts:
         for name in [name for name in host.held if name not in wanted]:
             host.remove(name, "deployment deleted")
+        for name in [name for name in host.held if not host.admits(wanted[name])]:
+            host.remove(name, "the node is of another group")
+        for name in [name for name in host.before if name in wanted and not host.admits(wanted[name])]:
+            for version in host.before[name]:
+                host.remove_before(version, "the node is of another group")
 
 
 def _arms(deployment: Deployment, split: RevisedRoute | None) -> list[Deployment]:
@@ -340,9 +351,9 @@ def _write(host: Host) -> PutAssignment | DropAssignment | None:
     after = host.assigned
     if not host.live and not after:
         return DropAssignment(host.worker.worker_id)
-    if after == (host.stored or ()):
+    if after == (host.stored or ()) and host.group == host.stored_group:
         return None
-    return PutAssignment(Assignment(host.worker.worker_id, after), tuple(host.reasons))
+    return PutAssignment(Assignment(host.worker.worker_id, after, host.group), tuple(host.reasons))
 
 
 def retire_previous(

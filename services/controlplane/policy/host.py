@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from services.controlplane.policy.memory import MemoryView, needs_of
+from services.core.errors import IsolationUnavailable
 from services.core.records import (
+    SHARED_NODES,
     AssignedVersion,
     Assignment,
     Deployment,
@@ -60,10 +62,19 @@ class Host:
     reasons: list[str] = field(default_factory=list)
     # What a version computes, by digest, as far as it is known.
     engines: Mapping[str, str] = field(default_factory=dict)
+    # The node group of each tenant, by name.
+    groups: Mapping[str, str] = field(default_factory=dict)
+    # The group that its assignment has.
+    stored_group: str = SHARED_NODES
 
     @property
     def leaving(self) -> bool:
         return not self.live or self.node.draining or self.worker.draining
+
+    @property
+    def group(self) -> str:
+        """Its node group. A worker without a lease, whose slice is unknown, keeps the group that it had."""
+        return self.node.group(self.worker.slice) if self.live else self.stored_group
 
     @property
     def assigned(self) -> tuple[AssignedVersion, ...]:
@@ -83,6 +94,8 @@ class Host:
             return "draining"
         if self.node.cordoned:
             return "cordoned"
+        if not self.admits(deployment):
+            return self._other_group(deployment)
         if not self.matches(deployment.node_selector):
             return "lacks_a_label"
         if deployment.devices > self.worker.devices:
@@ -91,12 +104,29 @@ class Host:
             return "full"
         return ""
 
+    def admits(self, deployment: Deployment) -> bool:
+        """Whether it belongs to the nodes that may run the deployment. No node runs those of an unknown
+        tenant."""
+        wanted = self.groups.get(deployment.tenant) if deployment.tenant else SHARED_NODES
+        return self.group == wanted
+
+    def _other_group(self, deployment: Deployment) -> str:
+        mine = self.group or "shared"
+        if not deployment.tenant:
+            return f"assigned_to_a_tenant: is {mine}"
+        wanted = self.groups.get(deployment.tenant, f"unknown: there is no tenant {deployment.tenant}")
+        return f"{IsolationUnavailable.reason}: is {mine}, the deployment's nodes are {wanted or 'shared'}"
+
     def matches(self, selector: Mapping[str, str]) -> bool:
         return all(self.worker.labels.get(key) == value for key, value in selector.items())
 
     def suits(self, deployment: Deployment) -> bool:
-        """Whether the worker has the labels and devices that the deployment requires."""
-        return self.matches(deployment.node_selector) and deployment.devices <= self.worker.devices
+        """Whether the worker has the labels and devices that the deployment requires, and is of its group."""
+        return (
+            self.admits(deployment)
+            and self.matches(deployment.node_selector)
+            and deployment.devices <= self.worker.devices
+        )
 
     def ready(self, version: AssignedVersion) -> bool:
         loaded = self.worker.loaded(version)
@@ -130,11 +160,12 @@ def hosts_of(
     assignments: Sequence[Assignment],
     estimates: Mapping[str, int],
     engines: Mapping[str, str],
+    groups: Mapping[str, str],
 ) -> tuple[Host, ...]:
     """Return every worker that is live or has an assignment, by id. ``deployments`` include those of arms.
 
     ``estimates`` has the memory of versions that no worker has measured, by digest. ``engines`` names what
-    each computes.
+    each computes. ``groups`` has the node group of each tenant.
     """
     wanted = {(base_name(one.meta.name), one.version_digest): one.meta.name for one in deployments}
     names = {base_name(one.meta.name) for one in deployments}
@@ -156,6 +187,8 @@ def hosts_of(
         host = Host(
             worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs, engines=engines
         )
+        host.groups = groups
+        host.stored_group = SHARED_NODES if assigned is None else assigned.node_group
         for version in stored or ():
             name = version.deployment
             key = wanted.get((name, version.version_digest), "" if name in names else name)

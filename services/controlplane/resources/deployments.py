@@ -18,6 +18,7 @@ from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
     ROOT,
+    TENANTS,
     Deployment,
     Tag,
     VersionRecord,
@@ -193,6 +194,8 @@ class Deployments:
                 named_form(deployment.output_form)
             except ValueError as error:
                 raise InvalidInput(f"output_form {error}", field="deployment.output_form") from error
+        if deployment.tenant and await self._store.get(TENANTS + deployment.tenant) is None:
+            raise NotFound(f"there is no tenant {deployment.tenant}", tenant=deployment.tenant)
         version, together = await pinned_version(
             self._store, deployment.model, deployment.version, field="deployment.version"
         )

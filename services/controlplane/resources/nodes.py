@@ -13,7 +13,17 @@ from services.controlplane.resources.resources import require_etag
 from services.controlplane.resources.status import NodeView, node_names, node_view, unplaced_in
 from services.core.errors import Conflict, FailedPrecondition, NotFound
 from services.core.paging import page_of
-from services.core.records import ASSIGNMENTS, NODES, WORKERS, Node, dump, load
+from services.core.records import (
+    ASSIGNMENTS,
+    NODES,
+    TENANTS,
+    WORKERS,
+    Isolation,
+    Node,
+    Tenant,
+    dump,
+    load,
+)
 from services.ports.store import (
     Committed,
     Condition,
@@ -85,6 +95,32 @@ class Nodes:
     async def drain(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
         """Stop new assignments and start moving the replicas away; the view's drain shows the progress."""
         return await self._change(name, _DRAIN, etag, request_id)
+
+    async def assign(self, name: str, tenant: str, *, etag: str = "", request_id: str = "") -> NodeView:
+        """Assign a node to a tenant, or to all if ``tenant`` is empty.
+
+        Raises FailedPrecondition for a tenant whose isolation the node does not offer, and while the node's
+        slice is unknown, because it has no lease.
+        """
+        if tenant:
+            view = await self.get(name)
+            if view.worker is None:
+                raise FailedPrecondition(f"node {name} is not alive: start it, then assign it", name=name)
+            entry = await self._store.get(TENANTS + tenant)
+            if entry is None:
+                raise NotFound(f"there is no tenant {tenant}", tenant=tenant)
+            wanted, slice_ = load(entry.value, Tenant), view.worker.slice
+            if wanted.node_group != replace(view.node, tenant=tenant).group(slice_):
+                offers = f"declares the slice {slice_}" if slice_ else "declares no slice"
+                fitting = Isolation.PARTITIONED if slice_ else Isolation.DEDICATED
+                raise FailedPrecondition(
+                    f"tenant {tenant} is {wanted.isolation}, and node {name} {offers}: choose another node, "
+                    f"or `fairway tenants update {tenant} --isolation {fitting}`",
+                    name=name,
+                    tenant=tenant,
+                )
+        change = _Change(f"assign {tenant}", lambda node: replace(node, tenant=tenant))
+        return await self._change(name, change, etag, request_id)
 
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
         """Delete a node without a lease, and its assignment.

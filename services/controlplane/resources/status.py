@@ -91,6 +91,7 @@ def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
         fleet.assignments,
         fleet.routes,
         engines=fleet.engines,
+        groups=fleet.groups,
     )
     return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
 

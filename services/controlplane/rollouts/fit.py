@@ -62,6 +62,7 @@ def fit_of(
         [*fleet.routes, RevisedRoute(replace(route, arms=arms), 1)],
         estimates=estimates,
         engines=fleet.engines,
+        groups=fleet.groups,
     )
     workers = {worker.worker_id: worker for worker in fleet.workers}
     missing = {one.deployment: one for one in actions if isinstance(one, Unplaced)}

@@ -39,6 +39,7 @@ class RowSpec(Struct, frozen=True):
     target_s: float = 0.0
     waited_s: float = 0.0  # how much of the target had passed when the row was sent
     tenant_weight: float = 1.0  # the tenant's share of the device
+    node_group: str = ""  # the only nodes that may run it; empty: the shared ones
 
 
 class BatchWindow(Struct, frozen=True, gc=False):
@@ -80,6 +81,7 @@ class RowsRequest(Struct, frozen=True):
     priority: Priority
     route_revision: int = 0
     tenant_weight: float = 1.0
+    node_group: str = ""  # as in ``RowSpec``
     deadline_s: float = float("inf")  # deadline on the injected clock
     traceparent: str = ""
     target_s: float = 0.0  # target from its receipt to its answer, by the class's objective; 0: none

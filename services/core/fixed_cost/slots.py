@@ -21,6 +21,7 @@ class SlotDemand:
     tenant_weight: float = 1.0
     priority: Priority = Priority.STANDARD
     repeats: bool = False  # it is sent again while it lasts, and ends otherwise
+    node_group: str = ""  # the only nodes that may run them; empty: the shared ones
 
 
 @dataclass(frozen=True, slots=True)

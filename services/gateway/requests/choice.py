@@ -214,6 +214,9 @@ class ChoiceRun(SequenceAttempts):
             ttft_target_s=request.ports.ttft_target_s(spec.model, spec.priority),
             committed_tokens_per_minute=tenant.committed_tokens_per_minute,
             begun=self._granted,
+            node_group=tenant.node_group,
+            isolation_waits=tenant.isolation_waits,
+            kv_share=tenant.kv_share,
         )
 
     def _most_queued_s(self) -> float:
@@ -243,6 +246,8 @@ class ChoiceRun(SequenceAttempts):
             traceparent=self.timer.traceparent,
             apart_tokens=self._trial_tokens,
             scored_tokens=self._scored,
+            node_group=request.tenant.node_group,
+            kv_share=request.tenant.kv_share,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()

@@ -28,6 +28,7 @@ _FALL_S: Final = 1.0
 @dataclass(slots=True, eq=False)
 class _Demand:
     weight: float = 1.0
+    node_group: str = ""
     priorities: Counter[Priority] = field(default_factory=Counter)  # rows by priority
     rows: int = 0
     peak: int = 0
@@ -40,7 +41,9 @@ class _Demand:
         last = Priority.STANDARD if self.sent is None else self.sent.priority
         priority = max(waiting, key=lambda found: found.rank, default=last)
         rows = max(self.rows, self.peak)
-        return SlotDemand(digest, tenant, rows, self.weight, priority, repeats=True)
+        return SlotDemand(
+            digest, tenant, rows, self.weight, priority, repeats=True, node_group=self.node_group
+        )
 
 
 class SlotDemands:
@@ -66,7 +69,7 @@ class SlotDemands:
         demand = self._demands.get(key)
         if demand is None:
             demand = self._demands[key] = _Demand()
-        demand.weight = request.tenant_weight
+        demand.weight, demand.node_group = request.tenant_weight, request.node_group
         demand.priorities[request.priority] += rows
         demand.rows += rows
         now_s = self._clock.monotonic_s()
@@ -207,16 +210,17 @@ class GatewayLeases:
         is_old = now_s - self._members_s > self._settings.max_age_s
         return not is_old and now_s - self._leader_s >= self._settings.after_s
 
-    def choose_alone(self, digest: str, excluded: Collection[str]) -> SlotsHere | None:
-        """Return slots on a worker of the last list, while no leader answers; None without any."""
+    def choose_alone(self, digest: str, node_group: str, excluded: Collection[str]) -> SlotsHere | None:
+        """Return slots on a worker of the group in the last list, while no leader answers; None without."""
         if not self.is_alone:
             return None
         mine = self._alone.setdefault(digest, {})
-        for member in self._members.get(digest, {}).values():
+        members = [one for one in self._members.get(digest, {}).values() if one.node_group == node_group]
+        for member in members:
             slots = mine.get(member.worker_id)
             if slots is None or slots.lease.incarnation != member.incarnation:
                 mine[member.worker_id] = SlotsHere(_own_lease(member), math.inf)
-        return self._least_loaded((mine[worker_id] for worker_id in self._members.get(digest, ())), excluded)
+        return self._least_loaded((mine[member.worker_id] for member in members), excluded)
 
     def started(self, slots: SlotsHere) -> None:
         slots.in_flight += 1

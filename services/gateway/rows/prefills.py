@@ -150,6 +150,7 @@ class _EmbeddedRow(SequenceAttempts):
             traceparent=request.traceparent,
             deadline_left_s=left_s,
             tenant_weight=request.tenant_weight,
+            node_group=request.node_group,
             ttft_target_s=request.target_s or None,
         )
 
@@ -163,6 +164,7 @@ class _EmbeddedRow(SequenceAttempts):
             choice=self._row,
             tenant_id=self._request.tenant_id,
             grant=grant,
+            node_group=self._request.node_group,
             initial_credit_tokens=1,
             time_left_s=self._left_s(),
             traceparent=self._request.traceparent,

@@ -353,8 +353,10 @@ class LeasedRows:
             started = False
             for tenant in queue.by_turn():
                 row = queue.first(tenant)
-                slots = None if row is None else self._leases.choose_alone(digest, row.excluded)
-                if row is None or slots is None:
+                if row is None:
+                    continue
+                slots = self._leases.choose_alone(digest, row.request.node_group, row.excluded)
+                if slots is None:
                     continue
                 queue.pop(tenant)
                 queue.turns.started({tenant: 1 / row.request.tenant_weight})
@@ -382,6 +384,7 @@ class LeasedRows:
             target_s=request.target_s,
             waited_s=now_s - request.received_s if request.target_s else 0.0,
             tenant_weight=request.tenant_weight,
+            node_group=request.node_group,
         )
         sink = _InFlight(self, row, slots, now_s)
         self._leases.started(slots)

@@ -254,6 +254,7 @@ class Rows:
             priority=priority,
             route_revision=route.route_revision,
             tenant_weight=self._payer.tenant.weight,
+            node_group=self._payer.tenant.node_group,
             deadline_s=terms.received.monotonic_s + terms.timeout_s,
             traceparent=self._request.timer.traceparent,
             target_s=self._ports.ttft_target_s(route.model, priority) or 0.0,

@@ -20,6 +20,7 @@ from services.core.records import (
     Deployment,
     EventKind,
     EventRecord,
+    Isolation,
     KeyRole,
     LatencyTarget,
     LoadedVersion,
@@ -71,6 +72,7 @@ TENANT: Final = Mirror(
         "max_priority": enum_pair("max_priority", PRIORITIES, Priority.STANDARD),
         "degrade": Mirror(Degrade, pb.DegradePolicy).one("degrade", unset=True),
         **_MOST_S,
+        "isolation": enum_pair("isolation", numbers_of(Isolation, pb.Isolation), Isolation.PACKED),
         "user_limits": _LIMITS.one("user_limits", unset=True),
     },
 )
@@ -215,6 +217,7 @@ def node_to_proto(
         draining=node.draining or (worker is not None and worker.draining),
         state=pb.NODE_STATE_LOST if worker is None else pb.NODE_STATE_LIVE,
         drain=drain,
+        tenant=node.tenant,
         **({} if worker is None else _WORKER.as_fields(worker)),
     )
 

@@ -183,6 +183,11 @@ class FleetView:
         """Return the age of the oldest last report of a connected worker; 0 without workers."""
         return self._roster.view_age_s(now_s)
 
+    def reports_group(self, digest: str, node_group: str) -> bool:
+        """Whether a node of the group reports the version, loaded or on its way."""
+        states = (self._workers[worker_id] for worker_id in self.candidates(digest))
+        return any(worker.node_group == node_group and worker.reporting for worker in states)
+
     def candidates(self, digest: str) -> Mapping[str, Candidate]:
         """Return the pools of a version by worker: immutable values in a read-only mapping."""
         seats = self._pools.get(digest)

@@ -93,6 +93,7 @@ class WorkerState:
     zone: str = ""
     device_type: str = ""
     cost_per_hour: float = 0.0
+    node_group: str = ""
     draining: bool = False
     connected: bool = True
     honours: bool = False  # its last report confirmed the leader's epoch
@@ -112,6 +113,7 @@ class WorkerState:
         self.incarnation, self.stream = report.incarnation, stream
         self.address, self.zone, self.draining = report.address, report.zone, report.draining
         self.device_type, self.cost_per_hour = report.device_type, report.cost_per_hour
+        self.node_group = report.node_group
         self.connected, self.silent, self.report_s = True, False, now_s
         self.honours = report.epoch == epoch
 
@@ -212,4 +214,5 @@ def candidate_of(
         step_model=model,
         slowness_ratio=slowness_ratio,
         cost_ratio=worker.cost_ratios.get(pool.digest, 1.0),
+        node_group=worker.node_group,
     )

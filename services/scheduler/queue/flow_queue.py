@@ -25,7 +25,12 @@ from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapsh
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy
 from services.scheduler.fleet.view import FleetView
-from services.scheduler.policy.placement.candidate import PlaceQuery, RoomSummary, demand_of
+from services.scheduler.policy.placement.candidate import (
+    PlaceQuery,
+    RoomSummary,
+    demand_of,
+    within_kv_budget,
+)
 from services.scheduler.policy.placement.choose import NO_ROOM, Chosen, NoWorker, PlacementProfile
 from services.scheduler.policy.queue.fair_order import (
     MICROSECONDS,
@@ -34,7 +39,7 @@ from services.scheduler.policy.queue.fair_order import (
 )
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.queue.index import Pool, QueueIndex, QueueLimits, size_bytes_of
-from services.scheduler.queue.refusals import full_of, timed_out, too_long
+from services.scheduler.queue.refusals import beyond_kv_budget, full_of, no_node_of, timed_out, too_long
 from services.scheduler.queue.rules import PRODUCTION, PassContext, QueueDiscipline, QueueRule
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
@@ -55,6 +60,7 @@ Tried = tuple[QueuedPlacement, Chosen | FairwayError]
 
 _MAX_RECLAIMED: Final = 4096
 _LOOKS_FOR_SLOTS: Final = 4
+_GATHER_S: Final = 3.0
 
 
 class GrantPass:
@@ -158,7 +164,9 @@ class GrantPass:
                 yield item, too_long(item.spec, fleet.candidates(digest).values())
                 continue
             skipped += 1
-            if found.waits_for_room or restricted:  # others could take the room that it waits for
+            if (
+                found.waits_for_room or restricted
+            ) and not item.over_budget:  # others could take the room that it waits for
                 for rule in rules:
                     rule.skipped(item)
 
@@ -205,7 +213,9 @@ class GrantPass:
     def _report_unserved(self, pool: Pool, digest: str, now_us: int) -> None:
         """Record why no worker serves the version, for the placements that would be tried first."""
         for item in islice(pool.order.in_order(now_us), self._order.lookahead):
-            query = PlaceQuery(item.demand, item.spec.excluded_workers)  # cached blocks do not matter
+            query = PlaceQuery(  # cached blocks do not matter
+                item.demand, item.spec.excluded_workers, node_group=item.spec.node_group
+            )
             self._decisions.decided(item, self.choose(digest, query))
 
 
@@ -255,6 +265,7 @@ class FlowQueue:
         self._dirty: dict[str, None] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
+        self._gathered_s: float | None = None  # when the workers have reported to this term
         # Offset of the arrival clock from the monotonic clock, as far as arrivals show it.
         self._ahead_us = -math.inf
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
@@ -300,7 +311,12 @@ class FlowQueue:
             self._ahead_us = max(self._ahead_us, arrival_unix_us - now_s * MICROSECONDS)
             self.ledger.submitted(spec)
             item = self._item(session, placement_id, spec, arrival_unix_us, now_s, zone=zone)
-            error = self._full(item, now_s) or self._barred(item, now_s)
+            error = (
+                self._isolated(spec, now_s)
+                or self._beyond_budget(item)
+                or self._full(item, now_s)
+                or self._barred(item, now_s)
+            )
             if error is None:
                 self._add(item, now_s)
                 return
@@ -424,7 +440,12 @@ class FlowQueue:
             deadline_s=now_s + spec.queue_ttl_s,
             size_bytes=size_bytes_of(spec),
             query=PlaceQuery(
-                demand, spec.excluded_workers, spec.prefix_hashes, zone, ttft_target_s=spec.ttft_target_s
+                demand,
+                spec.excluded_workers,
+                spec.prefix_hashes,
+                zone,
+                ttft_target_s=spec.ttft_target_s,
+                node_group=spec.node_group,
             ),
             arrival_us=arrival_us,
             due_us=due_us,
@@ -474,6 +495,24 @@ class FlowQueue:
             refusal = self.waiting.over_limit(item.spec, item.size_bytes, now_s)
         return refusal
 
+    def _isolated(self, spec: PlaceSpec, now_s: float) -> FairwayError | None:
+        """Return why no node may run the placement. The workers of a term need a moment to report."""
+        if self._gathered_s is None:
+            self._gathered_s = now_s + _GATHER_S
+        if not spec.node_group or spec.isolation_waits or now_s < self._gathered_s:
+            return None
+        return None if self._fleet.reports_group(spec.version_digest, spec.node_group) else no_node_of(spec)
+
+    def _beyond_budget(self, item: QueuedPlacement) -> FairwayError | None:
+        """Return why the placement alone exceeds its tenant's KV budget on every worker."""
+        share, candidates = item.spec.kv_share, self._fleet.candidates(item.spec.version_digest)
+        if not share or not candidates:
+            return None
+        largest = max(candidates.values(), key=lambda one: one.kv_tokens_total)
+        if within_kv_budget(share, item.demand, 0, largest):
+            return None
+        return beyond_kv_budget(item.spec, item.demand, int(share * largest.kv_tokens_total))
+
     def _barred(self, item: QueuedPlacement, now_s: float) -> FairwayError | None:
         """Return why the gate refuses the placement, after a pass has used the room there is."""
         spec, tokens = item.spec, item.predicted_tokens
@@ -485,7 +524,9 @@ class FlowQueue:
         return found
 
     def _timed_out(self, item: QueuedPlacement, now_s: float) -> FairwayError:
-        digest = item.spec.version_digest
+        digest, group = item.spec.version_digest, item.spec.node_group
+        if group and not self._fleet.reports_group(digest, group):
+            return no_node_of(item.spec)
         found, pool = self._pass.choose(digest, item.query), self.waiting.pool(digest)
         queued = 0 if pool is None else len(pool.order)
         full = full_of(item.query, self._fleet.candidates(digest).values())

@@ -7,6 +7,8 @@ from typing import Final
 
 from services.core.errors import (
     FairwayError,
+    IsolationUnavailable,
+    KvBudgetExceeded,
     NoWorkerAvailable,
     PromptTooLong,
     QueueFull,
@@ -17,6 +19,7 @@ from services.core.errors import (
 from services.core.generation import PlaceSpec
 from services.scheduler.policy.placement.candidate import (
     Candidate,
+    Demand,
     PlaceQuery,
     has_kv_room,
     has_sequence_slot,
@@ -30,6 +33,8 @@ _TEXTS: Final = {
     "not_draining": "draining",
     "not_ejected": "ejected as too slow",
     "not_excluded": "excluded by the request",
+    "within_kv_budget": "at the KV budget of the tenant",
+    "in_node_group": "of another tenant or tier",
     "fits_when_empty": "too small",
 }
 
@@ -58,6 +63,28 @@ def timed_out(spec: PlaceSpec, found: Chosen | NoWorker, full: str, *, retry_aft
         return NoWorkerAvailable(text, retry_after_s=retry_after_s, model=spec.model)
     text = f"{waited}{full}; {retry_in(retry_after_s)}"
     return QueueTimeout(text, retry_after_s=retry_after_s, model=spec.model)
+
+
+def no_node_of(spec: PlaceSpec) -> IsolationUnavailable:
+    """Return the error of a request that no node of its group can serve."""
+    return IsolationUnavailable(
+        f"no node of {spec.node_group} serves {spec.model}, and its requests run on no other; start one, or "
+        f"`fairway nodes assign` one to the tenant; {retry_in(_LOADING_RETRY_S)}",
+        retry_after_s=_LOADING_RETRY_S,
+        model=spec.model,
+        node_group=spec.node_group,
+    )
+
+
+def beyond_kv_budget(spec: PlaceSpec, demand: Demand, budget_tokens: int) -> KvBudgetExceeded:
+    """Return the error of a request that alone needs more KV than its tenant may hold on any worker."""
+    return KvBudgetExceeded(
+        f"the request needs KV for {demand.reserved_tokens} tokens, and the tenant's share of a worker of "
+        f"{spec.model} is {budget_tokens}: shorten the prompt, or raise the tenant's --kv-share",
+        model=spec.model,
+        reserved_tokens=demand.reserved_tokens,
+        limit=budget_tokens,
+    )
 
 
 def full_of(query: PlaceQuery, candidates: Iterable[Candidate]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from services.core.records import Priority
-from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use
+from services.scheduler.policy.placement.candidate import Candidate, PlaceQuery, may_use, within_kv_budget
 from services.scheduler.policy.placement.choose import NoWorker, Rejections
 from services.scheduler.policy.queue.fair_order import FairOrder, OrderPolicy
 from services.scheduler.policy.queue.fairness import FairShares
@@ -148,6 +148,27 @@ class HeldShare(QueueRule):
         return self.context.ledger.is_below_share(self.context.digest, item.tenant, item.weight)
 
 
+class KvBudget(QueueRule):
+    """A tenant's grants hold at most its share of a worker's KV. A placement above it waits for its own
+    tenant, is given no earmark, and others do not wait for it. The engine enforces what it exceeds later."""
+
+    def restrict(self, item: QueuedPlacement, query: PlaceQuery) -> PlaceQuery | NoWorker:
+        if not item.spec.kv_share:
+            return query
+        candidates = self.context.candidates
+        held = self.context.ledger.budget_tokens(self.context.digest, item.tenant)
+        full = [
+            name
+            for name, candidate in candidates.items()
+            if not within_kv_budget(item.spec.kv_share, item.demand, held.get(name, 0), candidate)
+        ]
+        item.over_budget = bool(full)
+        if len(full) == len(candidates):
+            rejections = Rejections(((within_kv_budget.__name__, len(full)),))
+            return NoWorker(rejections, never_fits=False, waits_for_room=False)
+        return _without(query, full) if full else query
+
+
 @dataclass(frozen=True, slots=True)
 class QueueDiscipline:
     """How a queue is served: ``order`` makes the order of a pool, ``rules`` apply in each pass."""
@@ -156,7 +177,7 @@ class QueueDiscipline:
     rules: tuple[type[QueueRule], ...]
 
 
-PRODUCTION = QueueDiscipline(FairOrder, (BypassLimit, BypassWindow, LongPromptShare, HeldShare))
+PRODUCTION = QueueDiscipline(FairOrder, (BypassLimit, BypassWindow, LongPromptShare, HeldShare, KvBudget))
 
 
 def _without(query: PlaceQuery, workers: Iterable[str]) -> PlaceQuery:

@@ -15,8 +15,8 @@ Single writer: the task of the scheduler's service. Time is an argument, in mono
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +37,7 @@ MAX_ADVANCES: Final = 262_144
 MAX_POOLS: Final = 1024
 MAX_WORKERS: Final = 16_384
 LOWEST: Final = min(Priority, key=lambda priority: priority.rank)
+_NOTHING_HELD: Final[Mapping[str, int]] = {}
 _MAX_BROKEN_OFF: Final = 8192  # sequences that left a worker unfinished and were not submitted again yet
 
 Shares = dict[Priority, FairShares]
@@ -71,6 +72,7 @@ class Advance:
     prompt_tokens: int
     predicted_tokens: int
     long_tokens: int  # KV of a long prompt and its output; 0 for a short one
+    budget_tokens: int  # KV of a tenant that has a budget; 0 for others
     virtual: float  # amount charged in advance
     given_s: float
     seen: bool = False  # a report contains the grant
@@ -96,6 +98,8 @@ class ServiceLedger:
         self._unseen: deque[Advance] = deque()
         self._by_age: deque[Advance] = deque()
         self._long: dict[tuple[str, str], int] = {}
+        # KV of tenants that have budgets: by version and tenant, and by worker.
+        self._budgeted: dict[tuple[str, str], Counter[str]] = {}
         # Sequences that each tenant holds, of a class and those above it.
         self._held: dict[str, dict[Priority, HeldShares]] = {}
         self._broken_off: dict[tuple[str, int], None] = {}
@@ -121,6 +125,10 @@ class ServiceLedger:
     def long_tokens(self, digest: str, tenant: str) -> int:
         """Return the KV, in tokens, that granted long prompts of the tenant hold in the pool."""
         return self._long.get((digest, tenant), 0)
+
+    def budget_tokens(self, digest: str, tenant: str) -> Mapping[str, int]:
+        """Return the KV, in tokens, that grants of a tenant with a budget hold on each worker."""
+        return self._budgeted.get((digest, tenant), _NOTHING_HELD)
 
     def over_share(self, digest: str, priority: Priority, tenant: str) -> bool:
         """Return whether a waiting tenant exceeds its share, so that others are placed first."""
@@ -171,6 +179,7 @@ class ServiceLedger:
             prompt_tokens=spec.prompt_tokens,
             predicted_tokens=predicted_tokens,
             long_tokens=long_tokens,
+            budget_tokens=spec.prompt_tokens + predicted_tokens if spec.kv_share else 0,
             virtual=shares.advance(account, cost_tokens, grant.worker_id),
             given_s=now_s,
         )
@@ -182,6 +191,9 @@ class ServiceLedger:
         if long_tokens:
             key = spec.version_digest, spec.tenant_id
             self._long[key] = self._long.get(key, 0) + long_tokens
+        if advance.budget_tokens:
+            held = self._budgeted.setdefault((spec.version_digest, spec.tenant_id), Counter())
+            held[grant.worker_id] += advance.budget_tokens
         while len(self._by_age) > MAX_ADVANCES:
             self._close(self._by_age.popleft())
 
@@ -235,15 +247,20 @@ class ServiceLedger:
         """Raise AssertionError when counters and open advances disagree."""
         tabs: dict[tuple[str, Priority, str, str], int] = {}
         long: dict[tuple[str, str], int] = {}
+        budgeted: dict[tuple[str, str], Counter[str]] = {}
         for worker_id, worker in self._workers.items():
             for advance in worker.advances.values():
                 assert advance.open
                 assert advance.worker_id == worker_id
                 key = advance.digest, advance.priority, advance.tenant, worker_id
                 tabs[key] = tabs.get(key, 0) + 1
+                if advance.budget_tokens:
+                    held_here = budgeted.setdefault((advance.digest, advance.tenant), Counter())
+                    held_here[worker_id] += advance.budget_tokens
                 if advance.long_tokens:
                     name = advance.digest, advance.tenant
                     long[name] = long.get(name, 0) + advance.long_tokens
+        assert budgeted == self._budgeted, "KV of a tenant with a budget leaked"
         assert long == self._long, "tokens of long prompts leaked"
         for classes in self._held.values():
             for held in classes.values():
@@ -320,6 +337,13 @@ class ServiceLedger:
         shares = self._pools[advance.digest][advance.priority]
         shares.close(advance.tenant, advance.worker_id, advance.virtual, used_tokens=used_tokens)
         self._release_held(advance)
+        if advance.budget_tokens:
+            held = self._budgeted[advance.digest, advance.tenant]
+            held[advance.worker_id] -= advance.budget_tokens
+            if not held[advance.worker_id]:
+                del held[advance.worker_id]
+            if not held:
+                del self._budgeted[advance.digest, advance.tenant]
         if advance.long_tokens:
             key = advance.digest, advance.tenant
             self._long[key] -= advance.long_tokens

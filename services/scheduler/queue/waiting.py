@@ -37,6 +37,7 @@ class QueuedPlacement:
     earmark: str | None = None  # the worker on which nothing behind it starts before it
     tried: bool = False  # a pass has tried it
     short_attempts: int = 0  # attempts that found too little room on all workers
+    over_budget: bool = False  # its tenant had no KV budget left on some worker at the last attempt
     counter: float = 0.0  # the tenant's counter at the last attempt, before the grant is charged
 
     @property

@@ -48,6 +48,7 @@ class RowWorker:
     rows: int = 0  # rows in flight there by its last report
     zone: str = ""
     slowness_ratio: float = 1.0
+    node_group: str = ""
 
     @property
     def capacity(self) -> float:

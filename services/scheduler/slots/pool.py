@@ -21,7 +21,7 @@ from typing import Final
 
 from services.core.fixed_cost.slots import DEMAND_TTL_S, SlotDemand, SlotReturn
 from services.core.fleet import TenantTokens
-from services.core.records import Priority
+from services.core.records import SHARED_NODES, Priority
 from services.scheduler.policy.queue.fairness import Account, FairShares
 from services.scheduler.slots.leases import HeldLease, Holder, RowWorker, VersionLeases
 
@@ -314,12 +314,18 @@ class SlotPool:
         """Take back what is leased on workers that serve no more, and beyond the slots of those that do."""
         for lease in list(self.leases.all()):
             worker = serving.get(lease.worker.worker_id)
-            if lease.slots and worker is None:
+            group = self._group_of(lease.holder[1])
+            if lease.slots and (worker is None or worker.node_group != group):
                 self.leases.put(lease.holder, lease.worker, 0)
         for worker in serving.values():
             self.leases.drop_worker(worker.worker_id, worker.incarnation)
             excess = self.leases.slots_on(worker.worker_id) - worker.row_slots
             self._take_back(list(self.leases.on(worker.worker_id).values()), excess)
+
+    def _group_of(self, tenant: str) -> str:
+        found = self._tenants.get(tenant)
+        groups = [] if found is None else [wanted.demand.node_group for wanted in found.demands.values()]
+        return groups[0] if groups else SHARED_NODES
 
     def _balance(self, workers: Sequence[RowWorker], now_s: float) -> None:
         """Now and then, take from workers that are loaded well above the mean what others have room for."""
@@ -374,7 +380,8 @@ class SlotPool:
             ),
         )
         for holder, wanted in growing:
-            self._spread(holder, needs[holder], wanted.zone, workers)
+            mine = [worker for worker in workers if worker.node_group == wanted.demand.node_group]
+            self._spread(holder, needs[holder], wanted.zone, mine)
 
     def _spread(self, holder: Holder, need: int, zone: str, workers: Sequence[RowWorker]) -> None:
         """Lease up to ``need`` more slots, on the workers with the lowest load, in its zone first."""

@@ -183,6 +183,7 @@ def row_workers(fleet: FleetView, digest: str) -> tuple[list[RowWorker], float]:
                 rows=pool.running + pool.waiting,
                 zone=candidate.zone,
                 slowness_ratio=candidate.slowness_ratio,
+                node_group=candidate.node_group,
             )
         )
     return found, sum(measured) / len(measured) / 1e6 if measured else 1e-3

@@ -260,6 +260,7 @@ class WorkerAgent:
         self._assigned = Assignment(self._identity.worker_id) if entry is None else entry.record
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
+        self._host.assign_group(self._assigned.node_group)
         self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
         desired = wanted(self._assigned.versions)
         for digest, version in desired.items():
@@ -363,6 +364,7 @@ class WorkerAgent:
             address=identity.address,
             zone=identity.zone,
             labels=identity.labels,
+            slice=identity.slice,
             device=identity.device,
             memory_bytes=identity.memory_bytes,
             draining=self._host.draining,

@@ -29,6 +29,7 @@ class WorkerIdentity:
     address: str  # host:port of its gRPC server
     zone: str = ""  # the placement zone; empty: none
     labels: dict[str, str] = field(default_factory=dict)  # what node selectors match
+    slice: str = ""  # the part of a device that it runs on; empty: whole devices
     device: str = "cpu"  # "cpu" or a CUDA device
     # Device memory available to engines.
     memory_bytes: int = 2 * 1024**3
@@ -69,6 +70,7 @@ def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) 
         counters=host.counters.all() if whole else (),
         device_type=identity.device_type,
         cost_per_hour=identity.cost_per_hour,
+        node_group=host.node_group,
     )
 
 

@@ -53,6 +53,7 @@ class Status(Enum):
     WAITING = auto()  # new, no KV
     SUSPECT = auto()  # no KV, a suspect that waits for its turn to run in steps of its own
     PREEMPTED = auto()  # lost its KV, goes before new ones
+    OVER_BUDGET = auto()  # no KV: its tenant holds all that it may
     COMPILING = auto()  # no KV, its constraint is being compiled
     PARKED = auto()  # no KV and no credit: nothing to do until a Credit
     PREFILLING = auto()
@@ -107,6 +108,8 @@ class SequenceState:
     # Tokens of the prompt whose log-probabilities were reported.
     scored: int = 0
     adapter: int = 0  # the adapter that computes it; 0: the base alone
+    tenant: str = ""  # whose KV budget its blocks count in
+    kv_share: float = 0.0  # share of the pool that the tenant may hold; 0: no budget
 
     @property
     def output_tokens(self) -> int:
@@ -169,6 +172,8 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         embeds=submit.embed,
         scored=submit.scored_tokens,
         adapter=submit.adapter,
+        tenant=submit.tenant,
+        kv_share=submit.kv_share,
     )
     sequence.set_credit(submit.credit_limit)
     sequence.run_alone(submit.apart_tokens)

@@ -10,7 +10,7 @@ from services.core.fixed_cost.rows import RowSpec
 from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
-from services.core.records import Priority
+from services.core.records import SHARED_NODES, Priority
 from services.ports.streams import StepFrame
 from services.worker.streams.admission import FallbackAdmission, GrantFence
 from services.worker.streams.charges import DeviceTime, Tally
@@ -49,6 +49,9 @@ class SequenceHost:
         # A request that was resolved at an older revision is not started, by version.
         self.least_route_revisions: Mapping[str, int] = {}
         self.changed = changed
+        # The node group whose sequences and rows alone are admitted, and the one that follows it.
+        self.node_group = SHARED_NODES
+        self._next_group = SHARED_NODES
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
@@ -64,6 +67,22 @@ class SequenceHost:
         self.grants.on_leader(epoch)
         if self._fallback is not None:
             self._fallback.record_contact()
+
+    def assign_group(self, node_group: str) -> None:
+        """Admit sequences and rows of this group alone, once none of the present group runs.
+
+        Until then none is admitted, so that no batch has members of two groups. Call it again until
+        ``node_group`` is that group.
+        """
+        was = self.node_group, self._next_group
+        self._next_group = node_group
+        if not self.running:
+            self.node_group = node_group
+        if was != (self.node_group, self._next_group):
+            self.changed()
+
+    def _is_of_group(self, node_group: str) -> bool:
+        return node_group == self.node_group == self._next_group
 
     def open(self, wake: Callable[[], None]) -> GatewaySequences:
         return GatewaySequences(self, wake)
@@ -123,7 +142,8 @@ class SequenceHost:
         table, rows = self._tables.get(version_digest), self._row_tables.get(version_digest)
         if (table is None or table.stalled) and (rows is None or not rows.ready):
             return False
-        return not self.draining and version_digest not in self._closed_to
+        closed = self.draining or version_digest in self._closed_to
+        return not closed and self.node_group == self._next_group
 
     def table(self, version_digest: str) -> SequenceTable | None:
         return self._tables.get(version_digest)
@@ -223,6 +243,8 @@ class SequenceHost:
         table = self._row_tables.get(spec.version_digest)
         if table is None or not table.ready:
             return NotAdmittedReason.NOT_READY
+        if not self._is_of_group(spec.node_group):
+            return NotAdmittedReason.OTHER_NODE_GROUP
         if spec.route_revision < self.least_route_revisions.get(spec.version_digest, 0):
             return NotAdmittedReason.STALE_ROUTE
         if spec.version_digest in self._closed_to:
@@ -247,13 +269,15 @@ class SequenceHost:
         table = self._tables.get(digest)
         if table is None or spec.generation.version_digest != digest:
             return NotAdmittedReason.NOT_READY
+        if not self._is_of_group(spec.node_group):
+            return NotAdmittedReason.OTHER_NODE_GROUP
         if self._is_stale(spec):
             return NotAdmittedReason.STALE_ROUTE
         if digest in self._closed_to:
             return NotAdmittedReason.DRAINING
         if table.stalled:
             return NotAdmittedReason.NOT_READY
-        if not table.has_room(spec):
+        if not table.has_room(spec) or not table.kv.within_budget(spec):
             return NotAdmittedReason.NO_ROOM
         if isinstance(spec.grant, FallbackGrant) and not self._has_credit(table, spec):
             return NotAdmittedReason.NO_FALLBACK

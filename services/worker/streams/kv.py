@@ -230,6 +230,11 @@ class Reservations:
         shared = self.shared.held_blocks(self._cached_run(spec))
         return self.blocks + self.needed_blocks(spec) - shared <= self._total_blocks
 
+    def within_budget(self, spec: StartSpec) -> bool:
+        """Whether the tokens to prefill alone are within the tenant's share of the pool."""
+        blocks = -(-spec.prefill_tokens // self._block_size)
+        return not spec.kv_share or blocks <= int(spec.kv_share * self._total_blocks)
+
     def add(self, sequence: WorkerSequence) -> None:
         """Reserve the sequence's granted blocks, less those that it shares."""
         self._reserve(sequence, sequence.reserved_blocks)

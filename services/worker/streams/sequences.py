@@ -121,6 +121,8 @@ def submit_command(sequence: WorkerSequence, adapter: int = 0) -> wire.Submit:
         embed=spec.embed,
         scored_tokens=spec.scored_tokens,
         adapter=adapter,
+        tenant=spec.tenant_id if spec.kv_share else "",
+        kv_share=spec.kv_share,
     )
 
 

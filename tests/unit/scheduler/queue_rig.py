@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from prometheus_client import generate_latest
 
@@ -53,6 +54,7 @@ class Rig:
             observer=self.telemetry,
         )
         self.totals = list(totals)
+        self.groups = [""] * len(totals)
         self.reserved = [0] * len(totals)
         self.seen: list[list[int]] = [[] for _ in totals]
         self.number = 0
@@ -85,6 +87,7 @@ class Rig:
         snapshot = ReportSnapshot(
             f"w{index}", 1, "h:1", pools=(pool,), epoch=1, grants_seen=seen, draining=draining
         )
+        snapshot = replace(snapshot, node_group=self.groups[index])
         self.queue.touch(self.fleet.apply(index, snapshot, self.now_s))
 
     def ask(
@@ -98,6 +101,7 @@ class Rig:
         tenant: str = "acme",
         left_s: float | None = None,
         output: int = 1,
+        **fields: Any,
     ) -> int:
         self.number += 1
         spec = place_spec(
@@ -110,7 +114,7 @@ class Rig:
             digest=digest,
             tenant=tenant,
         )
-        spec = replace(spec, deadline_left_s=left_s, request_id=f"req_{self.number}")
+        spec = replace(spec, deadline_left_s=left_s, request_id=f"req_{self.number}", **fields)
         self.queue.submit(1, self.number, spec, spec.arrival_unix_us, self.now_s)
         return self.number
 

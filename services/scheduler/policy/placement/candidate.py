@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from services.core.fleet import LONG_PROMPT_TOKENS
+from services.core.records import SHARED_NODES
 from services.scheduler.policy.placement.shared_prefix import NOTHING_SHARED, SharedRun
 from services.scheduler.policy.queue import length
 from services.scheduler.policy.queue.length import LengthPolicy
@@ -144,6 +145,7 @@ class Candidate(Struct, frozen=True, gc=False):
     step_model: StepModel = PRIOR
     slowness_ratio: float = 1.0  # measured over predicted step time
     cost_ratio: float = 1.0  # the cheapest peer's price of a token over this one's
+    node_group: str = SHARED_NODES
 
     @property
     def serving(self) -> bool:
@@ -161,6 +163,7 @@ class PlaceQuery(Struct, frozen=True):
     ttft_target_s: float | None = None  # None: no target
     # Its tenant holds more than its share, with more than that waiting (``HeldShares``).
     over_share: bool = False
+    node_group: str = SHARED_NODES  # the only nodes that may run it
     shared: SharedRun = NOTHING_SHARED  # the part of the prompt that needs no room on workers that share it
 
 
@@ -200,6 +203,10 @@ def not_excluded(query: PlaceQuery, candidate: Candidate) -> bool:
     return candidate.worker_id not in query.excluded_workers
 
 
+def in_node_group(query: PlaceQuery, candidate: Candidate) -> bool:
+    return candidate.node_group == query.node_group
+
+
 def fits_when_empty(query: PlaceQuery, candidate: Candidate) -> bool:
     return can_ever_fit(
         query.demand, kv_tokens_total=candidate.kv_tokens_total, max_model_len=candidate.max_model_len
@@ -211,6 +218,11 @@ def has_kv_room(query: PlaceQuery, candidate: Candidate) -> bool:
     if missing_tokens <= 0 or query.shared is NOTHING_SHARED:
         return missing_tokens <= 0
     return missing_tokens <= query.shared.tokens_on(candidate.worker_id)
+
+
+def within_kv_budget(share: float, demand: Demand, held_tokens: int, candidate: Candidate) -> bool:
+    """Whether a tenant that holds so much of the pool may reserve the demand within its share of it."""
+    return held_tokens + demand.reserved_tokens <= int(share * candidate.kv_tokens_total)
 
 
 def has_sequence_slot(_: PlaceQuery, candidate: Candidate) -> bool:
@@ -245,7 +257,8 @@ def length_filters(policy: LengthPolicy) -> tuple[PromptFilter, ...]:
 
 def may_use(query: PlaceQuery, candidate: Candidate) -> bool:
     """Whether the worker would take the sequence when empty."""
-    return not_excluded(query, candidate) and fits_when_empty(query, candidate)
+    usable = not_excluded(query, candidate) and in_node_group(query, candidate)
+    return usable and fits_when_empty(query, candidate)
 
 
 TTFT_SCALE_S: Final = 1.0  # the target of a request without one

@@ -28,6 +28,7 @@ from services.scheduler.policy.placement.candidate import (
     has_kv_room,
     has_sequence_slot,
     heard,
+    in_node_group,
     kv_headroom,
     length_filters,
     low_cost,
@@ -61,6 +62,7 @@ class PlacementProfile:
         not_draining,
         not_ejected,
         not_excluded,
+        in_node_group,
         fits_when_empty,
         has_kv_room,
         has_sequence_slot,
@@ -145,7 +147,14 @@ class NoWorker:
 NO_ROOM: Final = NoWorker(NO_REJECTIONS, never_fits=False, waits_for_room=True)
 ROOM_FILTERS = frozenset({has_kv_room.__name__, has_sequence_slot.__name__, *LENGTH_FILTERS})
 SERVING_FILTERS = frozenset(
-    {ready.__name__, heard.__name__, not_draining.__name__, not_ejected.__name__, not_excluded.__name__}
+    {
+        ready.__name__,
+        heard.__name__,
+        not_draining.__name__,
+        not_ejected.__name__,
+        not_excluded.__name__,
+        in_node_group.__name__,
+    }
 )
 
 

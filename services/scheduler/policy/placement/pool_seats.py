@@ -291,6 +291,7 @@ class PoolSeats:
                 and query.demand.worst_case_tokens >= known.demand.worst_case_tokens
                 and query.ttft_target_s == known.ttft_target_s
                 and query.over_share >= known.over_share
+                and query.node_group == known.node_group
                 and known.excluded_workers in ((), query.excluded_workers)
             ):
                 return found

@@ -51,6 +51,10 @@ class BlockPool(Protocol):
 
     def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int: ...
 
+    def idle_of(self, roots: Iterable[int]) -> int: ...
+
+    def evict_of(self, roots: Iterable[int], count: int) -> int: ...
+
     def holds_closed(self, table: Sequence[int]) -> bool: ...
 
     def grow(self, blocks: int) -> None: ...
@@ -119,6 +123,14 @@ class BlockManager:
         if self.blocks_open == self.blocks_total and not kept:
             return sum(map(len, tables))
         return sum(block < self.blocks_open and block not in kept for table in tables for block in table)
+
+    def idle_of(self, roots: Iterable[int]) -> int:
+        """Return how many blocks are cached in the domains of these roots without a holder."""
+        return 0
+
+    def evict_of(self, roots: Iterable[int], count: int) -> int:
+        """Evict up to ``count`` of the blocks of ``idle_of``; return how many went."""
+        return 0
 
     # --- slabs ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ the engine.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,6 +17,7 @@ from typing import Final
 from services.core.fleet import LONG_PROMPT_TOKENS
 from services.worker.engine.execute.executor import Batch, PrefillChunk
 from services.worker.engine.plan.block_manager import BlockPool, clear, cut, extend
+from services.worker.engine.plan.kv_budgets import KvBudgets
 from services.worker.engine.plan.sequence_sets import SequenceSets
 from services.worker.engine.prefix.reuse import PrefixReuse, claims
 from services.worker.engine.sequence import SequenceState, Status
@@ -40,8 +42,10 @@ class StepAdmission:
         max_sequences: int,
         max_long_prefills: int,
         reuse: PrefixReuse | None,
+        budgets: KvBudgets,
     ) -> None:
         self._places = places
+        self._budgets = budgets
         self._blocks = blocks
         self._max_sequences = max_sequences
         self._max_long_prefills = max_long_prefills
@@ -62,7 +66,7 @@ class StepAdmission:
         """Return the head of the line if it may start now, after preemption of those without credit.
 
         Preempted ones go first and none overtakes, except for long prompts while as many of them as may
-        prefill do: those behind pass.
+        prefill do: those behind pass, and for those whose tenants have no budget left.
         """
         long = self._places.long_prefills < self._max_long_prefills
         head = self._places.head(long=long)
@@ -70,7 +74,29 @@ class StepAdmission:
             self._places.take(head)  # what it was to find in the cache is gone
             self.line_up(head)
             head = self._places.head(long=long)
+        if head is not None and self._waits_for_budget(head):
+            return self.head()
         return head if head is not None and self.may_start(head) else None
+
+    def suspect(self) -> SequenceState | None:
+        """Return the first suspect whose tenant has budget for it."""
+        suspects = self._places.suspects
+        while suspects and self._waits_for_budget(suspects[0]):
+            pass
+        return suspects[0] if suspects else None
+
+    def _waits_for_budget(self, head: SequenceState) -> bool:
+        """Put a sequence aside until its tenant releases blocks, if it has no budget for it now."""
+        if not head.kv_share:
+            return False
+        found = len(self.found(head))
+        while self._budgets.admits(head, found):
+            left = len(self.found(head))
+            if left == found:
+                return False
+            found = left  # What it would have found was evicted for it.
+        self._places.move(head, Status.OVER_BUDGET)
+        return True
 
     def may_start(self, head: SequenceState) -> bool:
         """Whether a seat is free, and blocks after preemption of those without credit."""
@@ -174,12 +200,14 @@ class Planner:
         self._budget = budget
         self._reuse = reuse
         self._places = SequenceSets()
+        self._budgets = KvBudgets(self._places, blocks)
         self._admission = StepAdmission(
             self._places,
             blocks,
             max_sequences=limits.max_sequences,
             max_long_prefills=limits.max_long_prefills,
             reuse=reuse,
+            budgets=self._budgets,
         )
         self._copies: list[tuple[int, int]] = []  # block copies of the step that is planned
         self._suspect: SequenceState | None = None  # the sequence that runs in steps of its own
@@ -201,7 +229,7 @@ class Planner:
         """Whether ``plan`` would return a batch."""
         places = self._places
         return bool(places.decoding or places.prefilling or places.returning or self._closed_holders()) or (
-            (self._suspect_head() or self._admission.head()) is not None
+            (self._suspect_head() or self._admission.head()) is not None or bool(self._beyond_budget())
         )
 
     @property
@@ -223,6 +251,7 @@ class Planner:
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a new sequence, a constrained one when ``compiled``; the planner owns it from now on."""
+        self._budgets.note(sequence)
         if sequence.sampling.constraint is not None:
             self._places.put(sequence, Status.COMPILING)
         else:
@@ -259,7 +288,7 @@ class Planner:
         every other step computes the others.
         """
         self._seat_returning()
-        handed_back = [*self._release_closed(), *self._grow()]
+        handed_back = [*self._release_closed(), *self._release_over_budget(), *self._grow()]
         if self._seat_suspect(handed_back):
             while (head := self._admission.head()) is not None and self._make_room(head, handed_back):
                 self._copies += self._admission.admit(head)
@@ -282,7 +311,7 @@ class Planner:
             sequence = batch.decodes[index]
             missing = self._blocks.blocks_for(sequence.computed + 1 + len(tokens)) - len(sequence.blocks)
             taken = min(missing, self._blocks.blocks_free)
-            if taken > 0:
+            if taken > 0 and self._budgets.makes_room(sequence, taken):
                 extend(sequence, taken, self._blocks)
             fitting = tokens[: len(sequence.blocks) * size - sequence.computed - 1]
             if fitting:
@@ -301,11 +330,26 @@ class Planner:
             if sequence.computed + steps > sequence.capacity
         )
 
+    def fits_ahead(self, steps: int) -> bool:
+        """Whether these blocks are free, and within the budgets of their tenants."""
+        return self.blocks_ahead(steps) <= self._blocks.blocks_free and self._budgets.fits(
+            self._tenants_ahead(steps)
+        )
+
+    def _tenants_ahead(self, steps: int) -> Counter[str]:
+        more: Counter[str] = Counter()
+        for one in self._places.decoding:
+            if one.kv_share and one.computed + steps > one.capacity:
+                more[one.tenant] += self._blocks.blocks_for(one.computed + steps) - len(one.blocks)
+        return more
+
     def grow_ahead(self, steps: int) -> None:
-        """Reserve the blocks of ``blocks_ahead``, which are free."""
+        """Reserve the blocks of ``blocks_ahead``, for which ``fits_ahead`` holds."""
         for sequence in self._places.decoding:
             missing = self._blocks.blocks_for(sequence.computed + steps) - len(sequence.blocks)
             if missing > 0:
+                fits = self._budgets.makes_room(sequence, missing)
+                assert fits, "blocks ahead exceed a budget"
                 extend(sequence, missing, self._blocks)
 
     def measured(self, prefill_tokens: int, step_s: float) -> None:
@@ -343,7 +387,10 @@ class Planner:
 
     def has_blocks_after(self, batch: Batch) -> bool:
         """Whether all can go on after a batch that is computed, without a block of anybody's."""
-        return self.blocks_ahead(2) + len(batch.prefills) <= self._blocks.blocks_free
+        more = self._tenants_ahead(2)
+        more.update(chunk.sequence.tenant for chunk in batch.prefills if chunk.sequence.kv_share)
+        free = self.blocks_ahead(2) + len(batch.prefills) <= self._blocks.blocks_free
+        return free and self._budgets.fits(more)
 
     def hold(self, sequence: SequenceState) -> None:
         """Take a decoding sequence out of the plan, with its blocks, until its next token is known."""
@@ -378,6 +425,7 @@ class Planner:
         """Raise AssertionError if blocks leaked, a status lies or a bound is exceeded."""
         places, holders = self._places, self._places.holders()
         places.check_integrity()
+        self._budgets.check_integrity()
         self._blocks.check_integrity(sequence.blocks for sequence in holders)
         assert places.seated <= self._limits.max_sequences, "more sequences run than allowed"
         assert places.long_prefills <= self._limits.max_long_prefills, "too many long prefills"
@@ -405,7 +453,8 @@ class Planner:
         """Return the suspect that starts next, None while one runs or none may start."""
         if not self._places.suspects or self._running_suspect() is not None:
             return None
-        return self._places.suspects[0] if self._admission.may_start(self._places.suspects[0]) else None
+        head = self._admission.suspect()
+        return head if head is not None and self._admission.may_start(head) else None
 
     def _seat_suspect(self, handed_back: list[SequenceState]) -> bool:
         """Let the next suspect start; return whether others may start too: none overtakes a suspect that
@@ -413,6 +462,8 @@ class Planner:
         if not self._places.suspects or self._running_suspect() is not None:
             return True
         head = self._suspect_head()
+        if head is None and not self._places.suspects:
+            return True
         if head is None or not self._make_room(head, handed_back):
             return False
         self._copies += self._admission.admit(head)
@@ -451,12 +502,49 @@ class Planner:
         victim = max(holders, key=_ORDER)
         return [victim] if self._preempt(victim) else []
 
+    def _release_over_budget(self) -> list[SequenceState]:
+        """Preempt the youngest of each tenant above its budget, as after a shrink; return those handed
+        back, with those that wait for more than their whole budget."""
+        handed_back = self._beyond_budget()
+        for sequence in handed_back:
+            self._places.move(sequence, Status.FINISHED)
+        for tenant in self._budgets.over():
+            while self._budgets.held(tenant) > self._budgets.limit(tenant):
+                victim = self._own_victim(tenant)
+                if victim is None:
+                    break
+                if self._preempt(victim):
+                    handed_back.append(victim)
+            self._budgets.over()  # what its sequences left in the cache counts too
+        return handed_back
+
+    def _beyond_budget(self) -> list[SequenceState]:
+        """Return those that wait for their tenants' budgets and exceed them alone."""
+        return [one for one in self._places.over_budget if not self._budgets.fits_alone(one)]
+
+    def _own_victim(self, tenant: str) -> SequenceState | None:
+        """Return the youngest sequence of the tenant that may be preempted; those without credit go first."""
+        places = self._places
+        moving = (*places.decoding, *places.prefilling, *places.masking, *places.returning)
+        for group in (places.stalled, moving):
+            if own := [one for one in group if one.tenant == tenant]:
+                return max(own, key=_ORDER)
+        return None
+
     def _grow(self) -> list[SequenceState]:
         """Give a block to every decode that needs one, oldest first; return those handed back."""
         handed_back: list[SequenceState] = []
         needy = [sequence for sequence in self._places.decoding if sequence.computed == sequence.capacity]
         needy.sort(key=_ORDER)
         for sequence in needy:
+            while (
+                sequence.kv_share
+                and sequence.status is Status.DECODING
+                and not self._budgets.makes_room(sequence, 1)
+            ):
+                victim = self._own_victim(sequence.tenant) or sequence
+                if self._preempt(victim):
+                    handed_back.append(victim)
             # An older one of this loop may have taken this one's blocks.
             while sequence.status is Status.DECODING and self._blocks.blocks_free == 0:
                 victim = self._victim()
@@ -482,6 +570,10 @@ class Planner:
         if self._reuse is not None:
             self._reuse.retain(sequence)
         clear(sequence, self._blocks)
+        if sequence.kv_share:
+            for waits in [one for one in self._places.over_budget if one.tenant == sequence.tenant]:
+                self._places.take(waits)
+                self._admission.line_up(waits)
 
     def _preempt(self, victim: SequenceState) -> bool:
         """Take the victim's KV; it is computed again later. Return whether it is handed back instead."""
@@ -490,7 +582,7 @@ class Planner:
         victim.preemptions += victim.computed > victim.cached  # one that had not begun loses nothing
         self._release(victim)
         self.preemptions += 1
-        if victim.preemptions >= MAX_PREEMPTIONS:
+        if victim.preemptions >= MAX_PREEMPTIONS or not self._budgets.fits_alone(victim):
             self._places.put(victim, Status.FINISHED)
             return True
         self._admission.line_up(victim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from services.worker.engine.sequence import SequenceState, Status
 
@@ -17,6 +18,7 @@ class SequenceSets:
         self.waiting = WaitQueue()
         self.preempted = WaitQueue()
         self.suspects: list[SequenceState] = []  # suspects in order of arrival
+        self.over_budget: list[SequenceState] = []
         self.compiling: list[SequenceState] = []
         self.parked: dict[int, SequenceState] = {}
         self.prefilling: list[SequenceState] = []
@@ -28,6 +30,7 @@ class SequenceSets:
         self.long_prefills = 0  # prefilling sequences with a long prompt
         self._lists = {
             Status.SUSPECT: self.suspects,
+            Status.OVER_BUDGET: self.over_budget,
             Status.COMPILING: self.compiling,
             Status.PREFILLING: self.prefilling,
             Status.DECODING: self.decoding,
@@ -51,12 +54,17 @@ class SequenceSets:
     def without_kv(self) -> int:
         """How many sequences hold none."""
         lined_up = len(self.waiting) + len(self.preempted) + len(self.suspects)
-        return lined_up + len(self.parked) + len(self.compiling)
+        return lined_up + len(self.parked) + len(self.compiling) + len(self.over_budget)
 
     def holders(self) -> list[SequenceState]:
         """Return those that hold KV."""
         seated = (*self.decoding, *self.prefilling, *self.held, *self.masking)
         return [*seated, *self.stalled, *self.returning]
+
+    def tenants(self) -> set[str]:
+        """Return whose sequences are here."""
+        waiting = (*self.waiting, *self.preempted, *self.parked.values())
+        return {one.tenant for group in (waiting, *self._lists.values()) for one in group}
 
     def head(self, *, long: bool) -> SequenceState | None:
         """Return who is next, or next of those that are not long: preempted ones go first."""
@@ -103,7 +111,7 @@ class SequenceSets:
         for status, group in (*self._lists.items(), (Status.PARKED, list(self.parked.values()))):
             assert all(sequence.status is status for sequence in group), f"a status is not {status}"
         assert self.long_prefills == sum(sequence.is_long for sequence in self.prefilling), "long prefills"
-        without_kv = (*self.parked.values(), *self.suspects, *self.compiling)
+        without_kv = (*self.parked.values(), *self.suspects, *self.compiling, *self.over_budget)
         assert all(not sequence.blocks for sequence in without_kv), "a sequence that waits holds KV"
 
 
@@ -116,6 +124,10 @@ class WaitQueue:
     def __init__(self) -> None:
         self._short: list[SequenceState] = []  # last is first, so that taking the head moves nothing
         self._long: list[SequenceState] = []
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        yield from self._short
+        yield from self._long
 
     def __len__(self) -> int:
         return len(self._short) + len(self._long)

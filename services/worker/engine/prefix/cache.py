@@ -50,7 +50,8 @@ class PrefixCache:
         limits = limits if limits is not None else EvictionLimits()
         self._order = EvictionOrder(self._cached, limits, blocks=total, block_size=size)
         self._sketch = FrequencySketch(total)
-        self._idle = 0
+        self._idle: Counter[int] = Counter()  # cached blocks without a holder, by root
+        self._idle_total = 0
 
     # --- BlockPool -----------------------------------------------------------------------------------
 
@@ -61,11 +62,11 @@ class PrefixCache:
     @property
     def blocks_free(self) -> int:
         """Blocks without a holder; cached ones are among them."""
-        return self._blocks.blocks_free + self._idle
+        return self._blocks.blocks_free + self._idle_total
 
     @property
     def blocks_used(self) -> int:
-        return self._blocks.blocks_used - self._idle
+        return self._blocks.blocks_used - self._idle_total
 
     def blocks_for(self, tokens: int) -> int:
         return self._blocks.blocks_for(tokens)
@@ -127,10 +128,24 @@ class PrefixCache:
             "holders are off"
         )
         assert all(block < self._blocks.blocks_open for block in here), "a closed block is cached"
-        assert self._idle == sum(not cached.refs[block] for block in here), "an idle block is lost"
+        idle = Counter(cached.root[block] for block in here if not cached.refs[block])
+        assert (self._idle, self._idle_total) == (idle, idle.total()), "an idle block is lost"
         self._blocks.check_integrity([own, here, withdrawn])
         cached.check_integrity()
         self._order.check_integrity()
+
+    def idle_of(self, roots: Iterable[int]) -> int:
+        """See ``BlockManager``."""
+        return sum(self._idle[root] for root in roots)
+
+    def evict_of(self, roots: Iterable[int], count: int) -> int:
+        """See ``BlockManager``. In each domain those go first that eviction would take first."""
+        evicted = 0
+        for root in roots:
+            while evicted < count and (block := self._order.next_of(root)) is not None:
+                self._evict(block)
+                evicted += 1
+        return evicted
 
     # --- slabs ---------------------------------------------------------------------------------------
 
@@ -314,7 +329,8 @@ class PrefixCache:
     # --- holders -------------------------------------------------------------------------------------
 
     def _hold(self, block: int, *, is_new: bool = False) -> None:
-        self._idle -= not is_new and not self._cached.refs[block]
+        if not is_new and not self._cached.refs[block]:
+            self._count_idle(block, -1)
         self._cached.refs[block] += 1
 
     def _let_go(self, block: int) -> None:
@@ -327,10 +343,17 @@ class PrefixCache:
             cached.free(block)
             self._blocks.release((block,))
             return
-        self._idle += 1
+        self._count_idle(block, 1)
         self._order.let_go(block)
         if not cached.children[block]:
             self._order.add(block)
+
+    def _count_idle(self, block: int, change: int) -> None:
+        root = self._cached.root[block]
+        self._idle[root] += change
+        self._idle_total += change
+        if not self._idle[root]:
+            del self._idle[root]
 
     def _shared(self, table: Sequence[int]) -> int:
         """Return how many blocks at a table's beginning are the cache's."""
@@ -375,8 +398,8 @@ class PrefixCache:
 
     def _evict(self, block: int) -> None:
         self._order.left(block)
+        self._count_idle(block, -1)
         parent = self._cached.remove(block)
-        self._idle -= 1
         self._blocks.release((block,))
         if parent >= 0 and self._cached.is_idle_leaf(parent):
             self._order.add(parent)
@@ -390,7 +413,8 @@ class PrefixCache:
         for block in doomed:
             self._order.left(block)
         cached.withdraw(doomed)
-        self._idle -= len(idle)
+        for block in idle:
+            self._count_idle(block, -1)
         self._blocks.release(idle)
         for parent in parents:
             if parent >= 0 and cached.is_idle_leaf(parent):

@@ -179,6 +179,11 @@ class EvictionOrder:
         self._evictions += 1
         return first
 
+    def next_of(self, root: int) -> int | None:
+        """Return the leaf of a domain that goes next, None without one."""
+        domain = self._domains.get(root)
+        return None if domain is None else self._first(domain.heap, root)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every idle leaf is a candidate and the shares are counted."""
         counted: dict[int, int] = {}

@@ -81,15 +81,15 @@ def test_without_a_leader_a_quarter_of_the_slots_of_the_last_list_may_be_used() 
     leases, clock = leases_with()
     tokens = replace(MEMBER, digest="sha256:tokens", row_slots=0)
     leases.on_frame(PlacementFrame(1, members=(MEMBER, tokens)))
-    assert leases.choose_alone(DIGEST, ()) is None, "a leader answers"
+    assert leases.choose_alone(DIGEST, "", ()) is None, "a leader answers"
     clock.now_s += 1.5
     count = 0
-    while (slots := leases.choose_alone(DIGEST, ())) is not None:
+    while (slots := leases.choose_alone(DIGEST, "", ())) is not None:
         leases.started(slots)
         count += 1
         assert (slots.lease.epoch, slots.lease.incarnation) == (0, 3)
     assert count == 4
-    assert leases.choose_alone("sha256:tokens", ()) is None
+    assert leases.choose_alone("sha256:tokens", "", ()) is None
     assert leases.take_returns() == [], "no leader leased these"
     clock.now_s += 60.0
     assert not leases.is_alone, "the list is too old"
