@@ -147,6 +147,11 @@ class KeyDirectory:
             raise Unauthenticated("the tenant of this caller is not active")
         return held.record
 
+    def retention_s(self, owner: str) -> float:
+        """Return the bound of a tenant for what is stored of it; 0: none. ``owner``: as in ``RecordKey``."""
+        held = self._tenants.view.get(TENANTS + owner.partition("/")[0])
+        return 0.0 if held is None else held.record.retention_s
+
     def may_use(self, principal: Principal, model: str) -> bool:
         """Return whether the key currently permits this model, which may not exist."""
         held = self._keys.view.get(KEYS + principal.key_id)

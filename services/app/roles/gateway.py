@@ -47,6 +47,7 @@ from services.core.records import (
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.batches.service import BatchService
 from services.gateway.catalog import ModelCatalog
+from services.gateway.erasure import Erasure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
@@ -106,7 +107,7 @@ def gateway(environment: Environment) -> Role:
     identity = environment.identity()
     files = open_model_files(environment)
     outbox = open_usage_outbox(environment)
-    quotas = GatewayQuotas(environment)
+    quotas = GatewayQuotas(environment, identity)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
     service, rows = _gateway_services(environment, identity, files, quotas, gateway_id, outbox)
 
@@ -126,8 +127,11 @@ def gateway(environment: Environment) -> Role:
     )
 
     responses = _response_parts(environment, quotas, gateway_id)
-    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways)
+    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways, quotas.cipher)
     http = _http_server(environment, service, rows, batches.service, identity, not_ready, responses)
+    erasure = Erasure(
+        quotas.rings, environment.store, batches.service.files, clock, erase_records=quotas.erase
+    )
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -145,6 +149,7 @@ def gateway(environment: Environment) -> Role:
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
+        supervisor.spawn("erasure", erasure.run())
         batches.start()
 
     async def drain(timeout_s: float) -> None:
