@@ -40,11 +40,11 @@ def tenant_message(stored: Stored[Tenant], ring: TenantKeyring | None = None) ->
 
 
 def _data_key(ring: TenantKeyring) -> pb.DataKeyStatus:
-    status = pb.DataKeyStatus(
-        generations=len(ring.generations),
-        erase_time=timestamp(ring.erase_unix_s),
-        collect_time=timestamp(ring.collect_unix_s),
-    )
+    status = pb.DataKeyStatus(generations=len(ring.generations))
+    if ring.erase_unix_s:
+        status.erase_time.CopyFrom(timestamp(ring.erase_unix_s))
+    if ring.collect_unix_s:
+        status.collect_time.CopyFrom(timestamp(ring.collect_unix_s))
     if ring.generations:
         status.wrapper = ring.generations[0].wrapper
         status.create_time.CopyFrom(timestamp(ring.generations[0].create_unix_s))

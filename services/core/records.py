@@ -37,6 +37,7 @@ QUARANTINE: Final = ROOT + "quarantine/"
 # Outside the root: only control planes and the roles that keep data of tenants read them.
 TENANT_KEYS: Final = "/fairway/v1-tenant-keys/"
 MAX_KEY_GENERATIONS: Final = 16
+REGION_LABEL: Final = "region"  # label of workers, and key of a deployment's selector
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 

@@ -34,24 +34,28 @@ class Erasure:
         clock: Clock,
         *,
         erase_records: Callable[[str], Awaitable[int]],
+        may_hold: Callable[[str], bool],
     ) -> None:
-        """``erase_records`` deletes the records of a tenant or of a space of it; it returns their number."""
+        """``erase_records`` deletes the records of a tenant or of a space of it; it returns their number.
+        ``may_hold``: whether the stores of this gateway are those of a tenant."""
         self._rings = rings
         self._store = store
         self._files = files
         self._clock = clock
         self._erase_records = erase_records
+        self._may_hold = may_hold
 
     async def run(self) -> None:
         """Collect what is stored of erased tenants, until cancelled; survives an outage of the stores."""
         while True:
             await self._clock.sleep(_ROUND_S)
             for key, held in list(self._rings.view.items()):
-                if held.record.erase_unix_s and not held.record.collect_unix_s:
+                tenant, ring = key.removeprefix(TENANT_KEYS), held.record
+                if ring.erase_unix_s and not ring.collect_unix_s and self._may_hold(tenant):
                     try:
-                        await self._collect(key.removeprefix(TENANT_KEYS), held)
+                        await self._collect(tenant, held)
                     except FairwayError as error:
-                        log.warning("erasure.failed", tenant=key, error=error.message)
+                        log.warning("erasure.failed", tenant=tenant, error=error.message)
 
     async def _collect(self, tenant: str, held: Versioned[TenantKeyring]) -> None:
         parts = await self._files.erase(tenant)

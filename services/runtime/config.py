@@ -145,6 +145,8 @@ class Settings(BaseModel):
     worker_id: str = Field(default="worker-0", pattern=r"^[a-z0-9]([a-z0-9.-]{0,126}[a-z0-9])?$")
     # Failure domain; replicas are spread over zones.
     zone: str = Field(default="", max_length=64)
+    # Region of this gateway and of its stores; only it serves tenants whose residency is the region.
+    region: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
     # Labels key=value, matched by a deployment's selector.
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     # Lowest level that is logged.

@@ -91,6 +91,7 @@ def open_batches(
             gateways,
             gateway_id,
             serves_others=lambda: service.serves_clients,
+            may_hold=identity.may_hold,
         )
     return GatewayBatches(found, environment, owner)
 
@@ -138,6 +139,7 @@ def _owner(
     gateways: RecordView[Gateway],
     gateway_id: str,
     serves_others: Callable[[], bool],
+    may_hold: Callable[[str], bool],
 ) -> BatchOwner:
     settings = environment.settings
     owner = BatchOwner(
@@ -150,6 +152,7 @@ def _owner(
         limits=OwnerLimits(_MAX_BATCHES, settings.batch_lines, settings.batch_busy_lines),
         gateways=lambda: len(gateways.view),
         serves_others=serves_others,
+        may_hold=may_hold,
     )
     environment.metrics.level(
         "fairway_gateway_batches_running", "Batches that run here", lambda: float(owner.running)
