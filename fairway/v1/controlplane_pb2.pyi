@@ -536,6 +536,10 @@ class Tenant(_message.Message):
     ISOLATION_FIELD_NUMBER: _builtins.int
     ISOLATION_WAITS_FIELD_NUMBER: _builtins.int
     KV_SHARE_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
+    TRAINING_CONSENT_FIELD_NUMBER: _builtins.int
+    DATA_KEY_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     requests_per_minute: _builtins.int
     """0: no limit, here and below."""
@@ -563,6 +567,10 @@ class Tenant(_message.Message):
     """
     kv_share: _builtins.float
     """Share of each worker's KV blocks that its sequences and cached prefixes may hold. 0: no budget."""
+    residency: _builtins.str
+    """The region that its prompts and outputs do not leave: workers with the label region, and gateways with
+    FAIRWAY_REGION. Empty: any.
+    """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -572,6 +580,18 @@ class Tenant(_message.Message):
     @_builtins.property
     def user_limits(self) -> Global___Limits:
         """Of each of its end users, by the `user` of their requests."""
+
+    @_builtins.property
+    def retention(self) -> _duration_pb2.Duration:
+        """Most time that its files, stored responses and answers are stored. Absent: as the installation has it."""
+
+    @_builtins.property
+    def training_consent(self) -> Global___TrainingConsent:
+        """Absent: its data is used for its requests alone."""
+
+    @_builtins.property
+    def data_key(self) -> Global___DataKeyStatus:
+        """Set by the server, in GetTenant alone."""
 
     def __init__(
         self,
@@ -595,14 +615,93 @@ class Tenant(_message.Message):
         isolation: Global___Isolation.ValueType = ...,
         isolation_waits: _builtins.bool = ...,
         kv_share: _builtins.float = ...,
+        retention: _duration_pb2.Duration | None = ...,
+        residency: _builtins.str = ...,
+        training_consent: Global___TrainingConsent | None = ...,
+        data_key: Global___DataKeyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["degrade", b"degrade", "max_timeout", b"max_timeout", "metadata", b"metadata", "user_limits", b"user_limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data_key", b"data_key", "degrade", b"degrade", "max_timeout", b"max_timeout", "metadata", b"metadata", "retention", b"retention", "training_consent", b"training_consent", "user_limits", b"user_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "input_tokens_per_minute", b"input_tokens_per_minute", "isolation", b"isolation", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "data_key", b"data_key", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "input_tokens_per_minute", b"input_tokens_per_minute", "isolation", b"isolation", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "residency", b"residency", "retention", b"retention", "tokens_per_minute", b"tokens_per_minute", "training_consent", b"training_consent", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
+
+@_typing.final
+class TrainingConsent(_message.Message):
+    """A tenant's consent to the use of its data for training. The platform records it and trains nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    GRANTED_BY_FIELD_NUMBER: _builtins.int
+    RECORDED_BY_FIELD_NUMBER: _builtins.int
+    RECORD_TIME_FIELD_NUMBER: _builtins.int
+    purpose: _builtins.str
+    """What for. Empty: consent is withdrawn."""
+    granted_by: _builtins.str
+    """Who of the tenant agreed: a person, or a contract."""
+    recorded_by: _builtins.str
+    """Set by the server: who recorded it, and when."""
+    @_builtins.property
+    def record_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        purpose: _builtins.str = ...,
+        granted_by: _builtins.str = ...,
+        recorded_by: _builtins.str = ...,
+        record_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record_time", b"record_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted_by", b"granted_by", "purpose", b"purpose", "record_time", b"record_time", "recorded_by", b"recorded_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingConsent: _TypeAlias = TrainingConsent  # noqa: Y015
+
+@_typing.final
+class DataKeyStatus(_message.Message):
+    """The keys that seal what is stored of a tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    WRAPPER_FIELD_NUMBER: _builtins.int
+    ERASE_TIME_FIELD_NUMBER: _builtins.int
+    COLLECT_TIME_FIELD_NUMBER: _builtins.int
+    generations: _builtins.int
+    wrapper: _builtins.str
+    """The key-encryption key that wraps the newest."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """Of the newest."""
+
+    @_builtins.property
+    def erase_time(self) -> _timestamp_pb2.Timestamp:
+        """When the keys were destroyed, and when what they had sealed was deleted."""
+
+    @_builtins.property
+    def collect_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        generations: _builtins.int = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        wrapper: _builtins.str = ...,
+        erase_time: _timestamp_pb2.Timestamp | None = ...,
+        collect_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["collect_time", b"collect_time", "create_time", b"create_time", "erase_time", b"erase_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collect_time", b"collect_time", "create_time", b"create_time", "erase_time", b"erase_time", "generations", b"generations", "wrapper", b"wrapper"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataKeyStatus: _TypeAlias = DataKeyStatus  # noqa: Y015
 
 @_typing.final
 class GetCallerRequest(_message.Message):
@@ -2309,6 +2408,90 @@ class DeleteTenantResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteTenantResponse: _TypeAlias = DeleteTenantResponse  # noqa: Y015
+
+@_typing.final
+class EraseTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseTenantRequest: _TypeAlias = EraseTenantRequest  # noqa: Y015
+
+@_typing.final
+class EraseTenantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenant(self) -> Global___Tenant: ...
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EraseTenantResponse: _TypeAlias = EraseTenantResponse  # noqa: Y015
+
+@_typing.final
+class RotateTenantKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateTenantKeyRequest: _TypeAlias = RotateTenantKeyRequest  # noqa: Y015
+
+@_typing.final
+class RotateTenantKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateTenantKeyResponse: _TypeAlias = RotateTenantKeyResponse  # noqa: Y015
 
 @_typing.final
 class CreateKeyRequest(_message.Message):

@@ -64,6 +64,16 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteTenantRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteTenantResponse.FromString,
                 _registered_method=True)
+        self.EraseTenant = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/EraseTenant',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.EraseTenantRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.EraseTenantResponse.FromString,
+                _registered_method=True)
+        self.RotateTenantKey = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/RotateTenantKey',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyResponse.FromString,
+                _registered_method=True)
         self.CreateKey = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateKey',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateKeyRequest.SerializeToString,
@@ -352,6 +362,21 @@ class ControlPlaneServiceServicer:
 
     def DeleteTenant(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EraseTenant(self, request, context):
+        """Destroy the keys of all that is stored of a tenant, and disable it. Nothing that was sealed opens again, and
+        gateways delete it; the tenant's data_key has when they have. Cannot be undone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateTenantKey(self, request, context):
+        """Seal what is stored from now on with another data key. Earlier ones open what they sealed.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -709,6 +734,16 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteTenant,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteTenantRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteTenantResponse.SerializeToString,
+            ),
+            'EraseTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.EraseTenant,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.EraseTenantRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.EraseTenantResponse.SerializeToString,
+            ),
+            'RotateTenantKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateTenantKey,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyResponse.SerializeToString,
             ),
             'CreateKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateKey,
@@ -1123,6 +1158,60 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteTenant',
             fairway_dot_v1_dot_controlplane__pb2.DeleteTenantRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EraseTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/EraseTenant',
+            fairway_dot_v1_dot_controlplane__pb2.EraseTenantRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.EraseTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateTenantKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/RotateTenantKey',
+            fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.RotateTenantKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

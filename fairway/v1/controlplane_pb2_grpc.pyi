@@ -38,6 +38,12 @@ class ControlPlaneServiceStub:
     ListTenants: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListTenantsRequest, _controlplane_pb2.ListTenantsResponse]
     UpdateTenant: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateTenantRequest, _controlplane_pb2.UpdateTenantResponse]
     DeleteTenant: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteTenantRequest, _controlplane_pb2.DeleteTenantResponse]
+    EraseTenant: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.EraseTenantRequest, _controlplane_pb2.EraseTenantResponse]
+    """Destroy the keys of all that is stored of a tenant, and disable it. Nothing that was sealed opens again, and
+    gateways delete it; the tenant's data_key has when they have. Cannot be undone.
+    """
+    RotateTenantKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.RotateTenantKeyRequest, _controlplane_pb2.RotateTenantKeyResponse]
+    """Seal what is stored from now on with another data key. Earlier ones open what they sealed."""
     CreateKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateKeyRequest, _controlplane_pb2.CreateKeyResponse]
     GetKey: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetKeyRequest, _controlplane_pb2.GetKeyResponse]
     ListKeys: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListKeysRequest, _controlplane_pb2.ListKeysResponse]
@@ -121,6 +127,12 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListTenants: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListTenantsRequest, _controlplane_pb2.ListTenantsResponse]  # type: ignore[assignment]
     UpdateTenant: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateTenantRequest, _controlplane_pb2.UpdateTenantResponse]  # type: ignore[assignment]
     DeleteTenant: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteTenantRequest, _controlplane_pb2.DeleteTenantResponse]  # type: ignore[assignment]
+    EraseTenant: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.EraseTenantRequest, _controlplane_pb2.EraseTenantResponse]  # type: ignore[assignment]
+    """Destroy the keys of all that is stored of a tenant, and disable it. Nothing that was sealed opens again, and
+    gateways delete it; the tenant's data_key has when they have. Cannot be undone.
+    """
+    RotateTenantKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.RotateTenantKeyRequest, _controlplane_pb2.RotateTenantKeyResponse]  # type: ignore[assignment]
+    """Seal what is stored from now on with another data key. Earlier ones open what they sealed."""
     CreateKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateKeyRequest, _controlplane_pb2.CreateKeyResponse]  # type: ignore[assignment]
     GetKey: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetKeyRequest, _controlplane_pb2.GetKeyResponse]  # type: ignore[assignment]
     ListKeys: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListKeysRequest, _controlplane_pb2.ListKeysResponse]  # type: ignore[assignment]
@@ -237,6 +249,24 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteTenantRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteTenantResponse, _abc.Awaitable[_controlplane_pb2.DeleteTenantResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def EraseTenant(
+        self,
+        request: _controlplane_pb2.EraseTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.EraseTenantResponse, _abc.Awaitable[_controlplane_pb2.EraseTenantResponse]]:
+        """Destroy the keys of all that is stored of a tenant, and disable it. Nothing that was sealed opens again, and
+        gateways delete it; the tenant's data_key has when they have. Cannot be undone.
+        """
+
+    @_abc_1.abstractmethod
+    def RotateTenantKey(
+        self,
+        request: _controlplane_pb2.RotateTenantKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.RotateTenantKeyResponse, _abc.Awaitable[_controlplane_pb2.RotateTenantKeyResponse]]:
+        """Seal what is stored from now on with another data key. Earlier ones open what they sealed."""
 
     @_abc_1.abstractmethod
     def CreateKey(

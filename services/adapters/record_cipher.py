@@ -1,13 +1,14 @@
 """Encryption of idempotency records: AES-256-GCM by chunk, with keys that belong to one owner's run.
 
-    installation's secret --HKDF-SHA256--> key of a tenant --HMAC-SHA256--> key of a record under one epoch
+    data key of a tenant --HMAC-SHA256--> key of a record under one epoch
 
 A stored chunk is a header in clear, a random nonce, the ciphertext and its tag:
 
     version (1 byte), key id (4), epoch (8), position in the log (4), nonce (12), ciphertext, tag (16)
 
 The tag also covers the header, the tenant and the record, so a chunk is valid only where it was written. A
-key seals only the chunks of one run, so random nonces of 96 bits do not repeat.
+key seals only the chunks of one run, so random nonces of 96 bits do not repeat. Chunks of version 1 have a
+key of the tenant that HKDF-SHA256 derives from a secret of the installation; they are opened and not written.
 
 A log is valid if its chunks are in the order in which they were written, without a gap. A chunk may be there
 twice, because a write whose answer was lost is repeated.
@@ -20,7 +21,6 @@ import hmac
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -30,7 +30,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from services.core.errors import IntegrityError
+from services.adapters.keys.tenant_keys import KEY_BYTES, DataKey, TenantKeys
+from services.core.errors import IntegrityError, KeyDestroyed
 from services.core.generation import Usage
 from services.ports.idempotency import (
     Addition,
@@ -45,14 +46,12 @@ from services.ports.idempotency import (
 )
 from services.ports.limiter import Reservation
 
-_VERSION: Final = 1
+_DERIVED: Final = 1
+_VERSION: Final = 2
 _HEADER: Final = struct.Struct(">B4sQI")
 _NONCE_BYTES: Final = 12
 _TAG_BYTES: Final = 16
-_KEY_BYTES: Final = 32
 _PURPOSE: Final = b"fairway record v1\0"
-# Derived keys that stay in memory: of tenants and of runs.
-_CACHED_KEYS: Final = 4096
 # Bytes that a stored chunk has more than the chunk.
 OVERHEAD_BYTES: Final = _HEADER.size + _NONCE_BYTES + _TAG_BYTES
 
@@ -67,47 +66,56 @@ class Opened:
 
 
 class RecordCipher:
-    """Seals with the first of the secrets, and opens what any of them sealed."""
+    """Seals with the present key of a tenant, and opens what any of its keys sealed."""
 
-    def __init__(self, secrets: Sequence[str], random_bytes: Callable[[int], bytes]) -> None:
-        """``random_bytes`` returns that many unpredictable bytes."""
-        self._secrets = {_key_id(secret): secret.encode() for secret in secrets}
-        self._key_id = _key_id(secrets[0])
+    def __init__(
+        self, keys: TenantKeys, random_bytes: Callable[[int], bytes], secrets: Sequence[str] = ()
+    ) -> None:
+        """``random_bytes`` returns that many unpredictable bytes. ``secrets`` open chunks of version 1."""
+        self._keys = keys
         self._random_bytes = random_bytes
-        self._tenant_key = lru_cache(_CACHED_KEYS)(self._derive_tenant_key)
-        self._cipher = lru_cache(_CACHED_KEYS)(self._derive_cipher)
+        self._secrets = {_key_id(secret): secret.encode() for secret in secrets}
 
-    def seal(self, key: RecordKey, epoch: int, position: int, chunk: bytes) -> bytes:
+    async def sealing(self, key: RecordKey) -> DataKey:
+        """Return the key for ``seal``. Raises KeyUnavailable, KeyDestroyed, StoreUnavailable."""
+        return await self._keys.sealing(key.tenant_id)
+
+    def seal(self, data_key: DataKey, key: RecordKey, epoch: int, position: int, chunk: bytes) -> bytes:
         """Return the chunk as it is stored in the record of ``key``."""
-        header = _HEADER.pack(_VERSION, self._key_id, epoch, position)
+        header = _HEADER.pack(_VERSION, data_key.key_id, epoch, position)
         nonce = self._random_bytes(_NONCE_BYTES)
-        cipher = self._cipher(self._key_id, key, epoch)
-        return header + nonce + cipher.encrypt(nonce, chunk, header + _name(key))
+        return header + nonce + _cipher(data_key, key, epoch).encrypt(nonce, chunk, header + _name(key))
 
-    def open(self, key: RecordKey, stored: bytes) -> Opened:
-        """Return the chunk. Raises IntegrityError unless it was sealed for this record and is unchanged."""
+    async def opening(self, key: RecordKey, stored: bytes) -> DataKey:
+        """Return the key for ``open``. Raises as ``sealing``, and IntegrityError for an unknown key."""
         if len(stored) < OVERHEAD_BYTES:
             raise IntegrityError("a stored chunk is too short")
-        header, rest = stored[: _HEADER.size], stored[_HEADER.size :]
-        version, key_id, epoch, position = _HEADER.unpack(header)
-        if version != _VERSION:
+        version, key_id, _, _ = _HEADER.unpack(stored[: _HEADER.size])
+        if version == _VERSION:
+            return await self._keys.opening(key.tenant_id, key_id)
+        if version != _DERIVED:
             raise IntegrityError(f"a stored chunk has the format {version}")
         if key_id not in self._secrets:
             raise IntegrityError(f"no record key has the id {key_id.hex()}")
+        await self._keys.require_present(key.tenant_id)
+        derived = HKDF(SHA256(), KEY_BYTES, salt=None, info=_PURPOSE + key.tenant_id.encode())
+        return DataKey(key_id, derived.derive(self._secrets[key_id]))
+
+    def open(self, data_key: DataKey, key: RecordKey, stored: bytes) -> Opened:
+        """Return the chunk. Raises IntegrityError unless it was sealed for this record and is unchanged."""
+        header, rest = stored[: _HEADER.size], stored[_HEADER.size :]
+        _, _, epoch, position = _HEADER.unpack(header)
         nonce, sealed = rest[:_NONCE_BYTES], rest[_NONCE_BYTES:]
         try:
-            chunk = self._cipher(key_id, key, epoch).decrypt(nonce, sealed, header + _name(key))
+            chunk = _cipher(data_key, key, epoch).decrypt(nonce, sealed, header + _name(key))
         except InvalidTag:
             raise IntegrityError("a stored chunk is not authentic") from None
         return Opened(epoch, position, chunk)
 
-    def _derive_cipher(self, key_id: bytes, key: RecordKey, epoch: int) -> AESGCM:
-        run = epoch.to_bytes(8, "big") + key.digest.encode()
-        return AESGCM(hmac.digest(self._tenant_key(key_id, key.tenant_id), run, "sha256"))
 
-    def _derive_tenant_key(self, key_id: bytes, tenant_id: str) -> bytes:
-        info = _PURPOSE + tenant_id.encode()
-        return HKDF(SHA256(), _KEY_BYTES, salt=None, info=info).derive(self._secrets[key_id])
+def _cipher(data_key: DataKey, key: RecordKey, epoch: int) -> AESGCM:
+    run = epoch.to_bytes(8, "big") + key.digest.encode()
+    return AESGCM(hmac.digest(data_key.material, run, "sha256"))
 
 
 def _name(key: RecordKey) -> bytes:
@@ -127,19 +135,23 @@ _STORED: Final = (Written.KEPT, Written.WATCHED)
 class EncryptedRecords:
     """A decorator of any ``IdempotencyStore``: its chunks are sealed before they reach ``store``.
 
-    A record with a chunk that cannot be opened reads as expired, and an error is logged.
+    A record with a chunk that cannot be opened reads as expired, and an error is logged. A claim holds the
+    tenant's key for as long as its record is written: a run that began goes on while keys are unavailable.
     """
 
     def __init__(self, store: IdempotencyStore, cipher: RecordCipher) -> None:
         self._store = store
         self._cipher = cipher
-        # The position of the next chunk, while the owner keeps its hold.
+        # The position of the next chunk, and the key, while the owner keeps its hold.
         self._next: WeakKeyDictionary[Hold, int] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[Hold, DataKey] = WeakKeyDictionary()
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
+        data_key = await self._cipher.sealing(key)  # first: without it the record is not to be claimed
         claim = await self._store.claim(key, fingerprint, owner)
         if isinstance(claim, Owned):
             self._next[claim.hold] = claim.chunks
+            self._keys[claim.hold] = data_key
         return claim
 
     async def append(self, additions: Sequence[Addition]) -> tuple[Written, ...]:
@@ -150,7 +162,7 @@ class EncryptedRecords:
                 hold = addition.hold
                 position = following.get(hold, self._next.get(hold, 0))
                 following[hold] = position + 1
-                addition = Addition(hold, self._seal(hold, position, addition.chunk))
+                addition = Addition(hold, await self._seal(hold, position, addition.chunk))
             sealed.append(addition)
         answers = await self._store.append(sealed)
         for addition, answer in zip(additions, answers, strict=True):
@@ -161,20 +173,22 @@ class EncryptedRecords:
     async def finish(
         self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        return await self._store.finish(hold, self._seal_last(hold, chunk), reservation, usage)
+        return await self._store.finish(hold, await self._seal_last(hold, chunk), reservation, usage)
 
     async def release(
         self, hold: Hold, chunk: bytes, reservation: Reservation | None, usage: Usage
     ) -> Written:
-        return await self._store.release(hold, self._seal_last(hold, chunk), reservation, usage)
+        return await self._store.release(hold, await self._seal_last(hold, chunk), reservation, usage)
 
     async def read(self, key: RecordKey, start: int, *, watch: bool) -> LogTail:
         overlap = 1 if start else 0  # the chunk before ``start``: the next one must follow it
         tail = await self._store.read(key, start - overlap, watch=watch)
         try:
-            opened = [self._cipher.open(key, stored) for stored in tail.chunks]
+            opened = []
+            for stored in tail.chunks:
+                opened.append(self._cipher.open(await self._cipher.opening(key, stored), key, stored))
             _check_order(opened, start - overlap)
-        except IntegrityError as error:
+        except (IntegrityError, KeyDestroyed) as error:
             log.error("idempotency.record_unreadable", record=key.digest[:12], reason=error.message)
             return LogTail(RecordState.EXPIRED)
         return replace(tail, chunks=tuple(each.chunk for each in opened[overlap:]))
@@ -182,11 +196,12 @@ class EncryptedRecords:
     async def delete(self, key: RecordKey) -> bool:
         return await self._store.delete(key)
 
-    def _seal(self, hold: Hold, position: int, chunk: bytes) -> bytes:
-        return self._cipher.seal(hold.key, hold.epoch, position, chunk)
+    async def _seal(self, hold: Hold, position: int, chunk: bytes) -> bytes:
+        data_key = self._keys.get(hold) or await self._cipher.sealing(hold.key)
+        return self._cipher.seal(data_key, hold.key, hold.epoch, position, chunk)
 
-    def _seal_last(self, hold: Hold, chunk: bytes) -> bytes:
-        return self._seal(hold, self._next.get(hold, 0), chunk) if chunk else b""
+    async def _seal_last(self, hold: Hold, chunk: bytes) -> bytes:
+        return await self._seal(hold, self._next.get(hold, 0), chunk) if chunk else b""
 
 
 def _check_order(opened: Iterable[Opened], start: int) -> None:

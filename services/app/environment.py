@@ -114,12 +114,13 @@ class Environment:
         Raises ConfigError for a provider that is described wrongly.
         """
         keys, tenants = self.informer(KEYS, ApiKey), self.informer(TENANTS, Tenant)
+        region = self.settings.region if self.role == "gateway" else None
         if self.settings.oidc_file is None:
-            return KeyDirectory(keys, tenants, self.clock)
+            return KeyDirectory(keys, tenants, self.clock, region=region)
         tokens = ProviderTokens(read_provider(self.settings.oidc_file), self.clock)
         self.supervisor.spawn("issuer keys", tokens.run())
         self.health.add([Check("issuer_keys", tokens.problem, withdraws=False)])
-        return KeyDirectory(keys, tenants, self.clock, verify_token=tokens.verify)
+        return KeyDirectory(keys, tenants, self.clock, verify_token=tokens.verify, region=region)
 
     def audited_store(self) -> tuple[AuditedStore, Informer[AuditEntry]]:
         """Return the store for the changes of operators, and the entries that wait for their place."""

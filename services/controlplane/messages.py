@@ -16,8 +16,9 @@ from services.controlplane.resources.status import DeploymentView, DrainProgress
 from services.controlplane.rollouts import convert as convert_rollout
 from services.controlplane.rollouts.records import Rollout
 from services.controlplane.watcher import ResourceChange, ResourceKind
-from services.core.records import ApiKey, Tag, Tenant, VersionRecord
+from services.core.records import ApiKey, Tag, Tenant, TenantKeyring, VersionRecord
 from services.rpc.convert import controlplane as convert
+from services.rpc.convert.inference import timestamp
 
 M = TypeVar("M", bound=Message)
 _DRAIN: Final = Mirror(
@@ -34,8 +35,20 @@ def _stored(mirror: Mirror[Any, M], stored: Stored[Any], **more: Any) -> M:
     return convert.resource_to_proto(mirror, stored.record, stored.etag, **more)
 
 
-def tenant_message(stored: Stored[Tenant]) -> pb.Tenant:
-    return _stored(convert.TENANT, stored)
+def tenant_message(stored: Stored[Tenant], ring: TenantKeyring | None = None) -> pb.Tenant:
+    return _stored(convert.TENANT, stored, data_key=None if ring is None else _data_key(ring))
+
+
+def _data_key(ring: TenantKeyring) -> pb.DataKeyStatus:
+    status = pb.DataKeyStatus(generations=len(ring.generations))
+    if ring.erase_unix_s:
+        status.erase_time.CopyFrom(timestamp(ring.erase_unix_s))
+    if ring.collect_unix_s:
+        status.collect_time.CopyFrom(timestamp(ring.collect_unix_s))
+    if ring.generations:
+        status.wrapper = ring.generations[0].wrapper
+        status.create_time.CopyFrom(timestamp(ring.generations[0].create_unix_s))
+    return status
 
 
 def key_message(stored: Stored[ApiKey]) -> pb.Key:

@@ -124,9 +124,9 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         return pb.CreateTenantResponse(tenant=tenant_message(stored))
 
     async def GetTenant(self, request: pb.GetTenantRequest, context: Context) -> pb.GetTenantResponse:
-        return pb.GetTenantResponse(
-            tenant=tenant_message(await self._service.accounts.get_tenant(request.name))
-        )
+        stored = await self._service.accounts.get_tenant(request.name)
+        ring = await self._service.accounts.tenant_keyring(request.name)
+        return pb.GetTenantResponse(tenant=tenant_message(stored, ring))
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> pb.ListTenantsResponse:
         page, token = await self._service.accounts.list_tenants(
@@ -152,6 +152,18 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             request.name, etag=request.etag, request_id=request.request_id
         )
         return pb.DeleteTenantResponse()
+
+    async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseTenantResponse:
+        stored = await self._service.accounts.erase_tenant(
+            request.name, etag=request.etag, request_id=request.request_id
+        )
+        return pb.EraseTenantResponse(tenant=tenant_message(stored))
+
+    async def RotateTenantKey(
+        self, request: pb.RotateTenantKeyRequest, context: Context
+    ) -> pb.RotateTenantKeyResponse:
+        await self._service.accounts.rotate_tenant_key(request.name, request_id=request.request_id)
+        return pb.RotateTenantKeyResponse()
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         key = convert.key_from_proto(request.key)

@@ -7,15 +7,16 @@
     ├── NotFound                ModelNotFound, ThreadNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
-    │                           PoisonedInput, SignatureMissing, SignerNotAllowed, SignatureInvalid
+    │                           PoisonedInput, SignatureMissing, SignerNotAllowed, SignatureInvalid,
+    │                           KeyDestroyed
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded,
     │                           KvBudgetExceeded
     ├── Unavailable             NoWorkerAvailable, QueueFull, QueueTimeout, Draining,
-    │                           StoreUnavailable (StoreReplaced, StorageFull), NoLeader,
+    │                           StoreUnavailable (StoreReplaced, StorageFull, KeyUnavailable), NoLeader,
     │                           StreamBroken, Overloaded, DeadlineUnmeetable,
     │                           VersionFailing, TicketExpired, StaleRoute, UsageUnrecorded, AuditBacklog,
-    │                           IsolationUnavailable
+    │                           IsolationUnavailable, ResidencyUnavailable
     ├── DeadlineExceeded
     ├── RequestCancelled        SlowReader
     ├── Unimplemented
@@ -181,6 +182,12 @@ class PoisonedInput(FailedPrecondition):
     reason = "POISONED_INPUT"
 
 
+class KeyDestroyed(FailedPrecondition):
+    """The tenant was erased: nothing that was stored of it opens, and nothing more is stored."""
+
+    reason = "KEY_DESTROYED"
+
+
 class OverQuota(FairwayError):
     """``request_rate`` and ``token_rate``: the rates at the rejection, where they were checked."""
 
@@ -270,6 +277,18 @@ class StorageFull(StoreUnavailable):
     """What is left of the store is kept for what the platform itself has to write. Nothing was written."""
 
     reason = "STORAGE_FULL"
+
+
+class KeyUnavailable(StoreUnavailable):
+    """The key that seals what is stored of a tenant cannot be unwrapped. Nothing was written."""
+
+    reason = "KEY_UNAVAILABLE"
+
+
+class ResidencyUnavailable(Unavailable):
+    """No worker or store in the region that the tenant's data must not leave."""
+
+    reason = "RESIDENCY_UNAVAILABLE"
 
 
 class Overloaded(Unavailable):

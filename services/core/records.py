@@ -34,6 +34,10 @@ OBJECTIVES: Final = ROOT + "objectives/"
 # Outside the root: the leader writes it often, and only control planes read it.
 OBJECTIVE_STATUS: Final = "/fairway/v1-objective-status/"
 QUARANTINE: Final = ROOT + "quarantine/"
+# Outside the root: only control planes and the roles that keep data of tenants read them.
+TENANT_KEYS: Final = "/fairway/v1-tenant-keys/"
+MAX_KEY_GENERATIONS: Final = 16
+REGION_LABEL: Final = "region"  # label of workers, and key of a deployment's selector
 # Outside the root: writing an event does not wake the watchers of the fleet's state.
 EVENTS: Final = "/fairway/v1-events/"
 # Outside the root: only what deploys or loads a version reads them.
@@ -157,6 +161,16 @@ class Degrade:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingConsent:
+    """What a tenant permits its data to be used for beyond its requests. Without a purpose: nothing."""
+
+    purpose: str = ""
+    granted_by: str = ""  # person or contract of the tenant that agreed
+    recorded_by: str = ""  # caller that recorded it
+    record_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """Limits of a customer. 0 means no limit."""
 
@@ -179,6 +193,9 @@ class Tenant:
     isolation: Isolation = Isolation.PACKED
     isolation_waits: bool = False  # whether its requests wait while no node of its group serves their version
     kv_share: float = 0.0  # share of a worker's KV blocks that it may hold; 0: no budget
+    retention_s: float = 0.0  # most time that prompts and outputs are stored; 0: that of the installation
+    residency: str = ""  # region that its prompts and outputs do not leave; empty: any
+    training_consent: TrainingConsent = field(default_factory=lambda: TrainingConsent())
 
     @property
     def node_group(self) -> str:
@@ -197,6 +214,29 @@ class Tenant:
             self.max_output_tokens,
             self.max_timeout_s,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedKey:
+    """A generation of a tenant's data key, encrypted by a key-encryption key. Bytes are hex."""
+
+    key_id: str  # in the header of what it sealed
+    wrapper: str  # name of the key-encryption key
+    data: str
+    create_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantKeyring:
+    """The data keys of a tenant. Key: ``TENANT_KEYS`` and the tenant's name.
+
+    The first seals, all open. An erased tenant has none, and gets none: nothing of it opens.
+    """
+
+    generations: tuple[WrappedKey, ...] = ()
+    rotate_unix_s: float = 0.0  # a key made earlier seals nothing more
+    erase_unix_s: float = 0.0
+    collect_unix_s: float = 0.0  # time at which what was stored of an erased tenant was deleted
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,20 @@ from typing import Final, Protocol
 
 import structlog
 
-from services.core.errors import FairwayError, NoWorkerAvailable, Unavailable, VersionGone
+from services.core.errors import (
+    FairwayError,
+    NoWorkerAvailable,
+    ResidencyUnavailable,
+    Unavailable,
+    VersionGone,
+)
 from services.core.fleet import replicas_in
 from services.core.generation import GenerationSpec
 from services.core.limits import Price
 from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
+    REGION_LABEL,
     Deployment,
     LoadedVersion,
     Meta,
@@ -219,11 +226,20 @@ class ModelCatalog:
         price = held.record.price if held is not None else Price()
         return price.times(self._batch_price_ratio) if priority is Priority.BATCH else price
 
-    def require_servable(self, route: Route) -> None:
+    def require_servable(self, route: Route, residency: str = "") -> None:
         """Return unless the deployment has 0 replicas, or every one failed. Raises NoWorkerAvailable.
+
+        Raises ResidencyUnavailable unless the deployment selects workers of the region ``residency`` alone.
 
         A worker that runs the same version for another deployment does not serve this one.
         """
+        if residency and route.deployment.node_selector.get(REGION_LABEL) != residency:
+            raise ResidencyUnavailable(
+                f"the data of this tenant stays in {residency}, and {route.model} may run elsewhere: use a "
+                f"deployment with the selector {REGION_LABEL}={residency}",
+                model=route.model,
+                residency=residency,
+            )
         if not route.deployment.replicas:
             raise NoWorkerAvailable(
                 f"the deployment {route.model} has 0 replicas, so no worker serves it; an operator starts it "

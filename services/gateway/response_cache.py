@@ -37,6 +37,8 @@ log = structlog.get_logger()
 MAX_ENTRY_BYTES: Final = 1024**2
 # Tokens of an answer that may be kept.
 _MAX_TOKENS: Final = 32_768
+# A tenant's name has no slash: the space is that of cached answers.
+CACHE_SPACE: Final = "/cache"
 _FINGERPRINT: Final = "response"
 
 
@@ -99,7 +101,7 @@ class ResponseCache:
             log.info("response_cache.write_failed", reason=error.reason)
 
     def _key(self, tenant_id: str, spec: GenerationSpec) -> RecordKey:
-        """Everything that decides a greedy answer. A tenant's name has no slash: the space is the cache's."""
+        """Everything that decides a greedy answer."""
         decisive = (
             tenant_id,
             spec.model,
@@ -112,7 +114,7 @@ class ResponseCache:
         digest = hmac.digest(
             self._secret, b"fairway response v1\0" + msgspec.msgpack.encode(decisive), "sha256"
         )
-        return RecordKey(f"{tenant_id}/cache", digest.hex()[:32])
+        return RecordKey(tenant_id + CACHE_SPACE, digest.hex()[:32])
 
 
 class CollectedAnswer:

@@ -84,8 +84,18 @@ class Settings(BaseModel):
     internal_token_file: Path = Path(".fairway/secrets/internal_token")
     # Secret that signs placement tickets.
     ticket_key_file: Path = Path(".fairway/secrets/ticket_key")
-    # Secrets that encrypt idempotency records, one per line: the first encrypts, all decrypt.
+    # Secrets that wrap the data keys of tenants, one per line: the first wraps, all unwrap. It is read again.
     record_keys_file: Path = Path(".fairway/secrets/record_keys")
+    # Library of a PKCS#11 token whose keys wrap those of tenants, in place of the file.
+    key_module: Path | None = None
+    # Label of the token.
+    key_token: str = Field(default="fairway", min_length=1, max_length=32)
+    # Labels of its AES keys: the first wraps, all unwrap.
+    key_labels: tuple[str, ...] = Field(default=("fairway",), min_length=1, max_length=16)
+    # File with the token's PIN.
+    key_pin_file: Path = Path(".fairway/secrets/key_pin")
+    # Seconds that an unwrapped key of a tenant stays in memory.
+    key_cache_s: float = Field(default=900.0, ge=1, le=86_400)
     # Keys that sign the audit log, 64 hex digits on each line: every one signs, the first is the log's own.
     audit_key_file: Path = Path(".fairway/secrets/audit_key")
     # Folder of the audit log, shared by all control planes; default: the bucket, or in the state folder.
@@ -137,6 +147,8 @@ class Settings(BaseModel):
     zone: str = Field(default="", max_length=64)
     # Part of a device that the worker runs on, a MIG profile or a share such as 0.25; empty: whole devices.
     slice: str = Field(default="", pattern=r"^(\d{1,2}g\.\d{1,4}gb|0\.\d{1,4})?$")
+    # Region of this gateway and of its stores; only it serves tenants whose residency is the region.
+    region: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
     # Labels key=value, matched by a deployment's selector.
     labels: dict[str, str] = Field(default_factory=dict, max_length=32)
     # Lowest level that is logged.
@@ -259,7 +271,7 @@ class Settings(BaseModel):
     # Most bytes of such answers per tenant.
     response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
 
-    @field_validator("etcd_endpoints", "cors_origins", "followers", mode="before")
+    @field_validator("etcd_endpoints", "cors_origins", "followers", "key_labels", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
@@ -309,6 +321,11 @@ class Settings(BaseModel):
                 "issue` makes one), or FAIRWAY_INSECURE=true for plain text beyond the loopback address"
             )
         return True
+
+    @property
+    def longest_retention_s(self) -> float:
+        """The longest time for which something of a tenant is stored."""
+        return max(self.files_retention_days * 86_400.0, self.responses_retention_s, self.idempotency_body_s)
 
     @property
     def advertised(self) -> str:

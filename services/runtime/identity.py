@@ -17,7 +17,13 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Final
 
-from services.core.errors import FairwayError, ModelNotFound, PermissionDenied, Unauthenticated
+from services.core.errors import (
+    FairwayError,
+    ModelNotFound,
+    PermissionDenied,
+    ResidencyUnavailable,
+    Unauthenticated,
+)
 from services.core.generation import Principal
 from services.core.records import KEYS, TENANTS, ApiKey, Meta, Tenant
 from services.ports.clock import Clock
@@ -62,12 +68,17 @@ class KeyDirectory:
         clock: Clock,
         *,
         verify_token: Callable[[str], Principal] | None = None,
+        region: str | None = None,
     ) -> None:
-        """``verify_token`` returns a token's caller or raises as ``authenticate``; None: all are refused."""
+        """``verify_token`` returns a token's caller or raises as ``authenticate``; None: all are refused.
+
+        ``region``: where what is stored here lies; None: nothing of tenants is.
+        """
         self._keys = keys
         self._tenants = tenants
         self._clock = clock
         self._verify_token = verify_token
+        self._region = region
 
     def authenticate(self, credentials: str | None) -> Principal:
         """Return the owner of the key or token in an ``authorization`` header, or of the bare one.
@@ -141,11 +152,35 @@ class KeyDirectory:
         _require_in_time(key, principal.secret_hash or key.secret_hash, self._clock.unix_s())
 
     def tenant(self, tenant_id: str) -> Tenant:
-        """Return a tenant that may use the platform. Raises Unauthenticated for any other."""
+        """Return a tenant that may use the platform here.
+
+        Raises Unauthenticated for any other, ResidencyUnavailable where its data may not be.
+        """
         held = self._tenants.view.get(TENANTS + tenant_id) if tenant_id else None
         if held is None or held.record.disabled:
             raise Unauthenticated("the tenant of this caller is not active")
+        if not self.may_hold(tenant_id):
+            region = held.record.residency
+            raise ResidencyUnavailable(
+                f"the data of this tenant stays in {region}, and this gateway stores nothing there: "
+                f"use a gateway of {region}",
+                residency=region,
+            )
         return held.record
+
+    def may_hold(self, tenant_id: str) -> bool:
+        """Return whether data of the tenant may be stored here."""
+        return self._region is None or self.residency(tenant_id) in ("", self._region)
+
+    def residency(self, tenant_id: str) -> str:
+        """Return the region that the tenant's data does not leave; empty: any."""
+        held = self._tenants.view.get(TENANTS + tenant_id)
+        return "" if held is None else held.record.residency
+
+    def retention_s(self, owner: str) -> float:
+        """Return the bound of a tenant for what is stored of it; 0: none. ``owner``: as in ``RecordKey``."""
+        held = self._tenants.view.get(TENANTS + owner.partition("/")[0])
+        return 0.0 if held is None else held.record.retention_s
 
     def may_use(self, principal: Principal, model: str) -> bool:
         """Return whether the key currently permits this model, which may not exist."""

@@ -9,12 +9,10 @@ import asyncio
 import sys
 from pathlib import Path
 from random import Random
-from secrets import token_bytes
 
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.etcd.store import EtcdStore
-from services.adapters.record_cipher import RecordCipher
 from services.app.roles.gateway_batches import status_of
 from services.core.errors import FairwayError
 from services.core.generation import Principal
@@ -28,7 +26,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor
-from tests.support.memory_batches import SECRET
+from tests.support.tenant_keys import record_cipher, tenant_keys
 
 LEASE_S = 2
 LINE_S = 0.02
@@ -55,7 +53,7 @@ async def main(endpoint: str, folder: Path, name: str) -> None:
         await informer.wait_synced(10.0)
     ports = BatchPorts(
         BatchStore(etcd, clock),
-        SealedParts(FolderBlobs(folder), RecordCipher([SECRET], token_bytes)),
+        SealedParts(FolderBlobs(folder), record_cipher(keys=tenant_keys(etcd, clock=clock))),
         SlowLines(),
         clock,
         Random(1),
@@ -63,6 +61,7 @@ async def main(endpoint: str, folder: Path, name: str) -> None:
         status_of=lambda batch: status_of(batch, batches),
         count=lambda _: None,
         room_bytes=lambda _: 1024**3,
+        retention_s=lambda _: 30 * 86_400.0,
         max_line_bytes=1000,
         times=BatchTimes(commit_s=0.1),
     )

@@ -6,11 +6,10 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from secrets import token_bytes
 
 import redis.asyncio
 
-from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords, RecordCipher
+from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.ports.idempotency import IdempotencyStore, RecordKey, RecordLimits
@@ -18,6 +17,7 @@ from services.runtime.clock import SystemClock
 from simulator.stores.idempotency import MemoryIdempotency
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
+from tests.support.tenant_keys import record_cipher
 
 
 class StillCalendar(HandClock):
@@ -44,10 +44,9 @@ class Bench:
         return RecordKey(self.tenant, name)
 
 
-def encrypted(bench: Bench, *secrets: str) -> Bench:
+def encrypted(bench: Bench) -> Bench:
     """Return the bench with records that are encrypted."""
-    cipher = RecordCipher(secrets or ("s" * 32,), token_bytes)
-    return replace(bench, store=EncryptedRecords(bench.store, cipher), overhead=OVERHEAD_BYTES)
+    return replace(bench, store=EncryptedRecords(bench.store, record_cipher()), overhead=OVERHEAD_BYTES)
 
 
 @asynccontextmanager

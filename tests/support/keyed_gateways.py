@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
-from secrets import token_bytes
 from typing import Any
 
 from fairway.v1 import inference_pb2 as pb
+from services.adapters.keys.tenant_keys import TenantKeys
 from services.adapters.quotas.gateway_limiter import GatewayLimiter
-from services.adapters.record_cipher import EncryptedRecords, RecordCipher
+from services.adapters.record_cipher import EncryptedRecords
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors
@@ -53,10 +53,10 @@ from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.grpc_gateway import Prices, checked_of
 from tests.support.metered import MeteredLimiter
+from tests.support.tenant_keys import record_cipher, tenant_keys
 
 CLOCK = SystemClock()
 NAMES_SECRET = b"n" * 32
-RECORD_SECRET = "current record secret of the tests"
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -85,6 +85,7 @@ class Fleet:
     digests: dict[str, str] = field(default_factory=dict)
     # How outputs are written.
     form: OutputForm | None = None
+    keys: TenantKeys = field(default_factory=tenant_keys)
 
 
 class Validator:
@@ -407,7 +408,7 @@ async def _gateway(
     store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
     metrics = Metrics()
     workers = Workers(fleet, supervisor)
-    cipher = RecordCipher([RECORD_SECRET], token_bytes)
+    cipher = record_cipher(keys=fleet.keys)
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
     cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, count_lookups(metrics))
     gateway_limiter = GatewayLimiter(MeteredLimiter(limiter), CLOCK)

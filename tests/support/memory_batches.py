@@ -24,8 +24,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.supervisor import Supervisor
 from tests.support.memory_blobs import MemoryBlobs
-
-SECRET = "the record secret of these tests, long"
+from tests.support.tenant_keys import tenant_keys
 
 
 @dataclass
@@ -62,7 +61,7 @@ def batch_stack(
     """Return the parts; the views are empty until their informers run."""
     etcd = etcd or MemoryStore(clock)
     blobs = blobs or MemoryBlobs(unix_s=clock.unix_s)
-    parts = SealedParts(blobs, RecordCipher([SECRET], _nonces()))
+    parts = SealedParts(blobs, RecordCipher(tenant_keys(etcd, clock=clock), _nonces()))
     store = BatchStore(etcd, clock)
 
     def informer(prefix: str, kind: type[Any]) -> Informer[Any]:

@@ -138,6 +138,28 @@ _FIELDS: Final = OptionGroup(
                 "--kv-share", min=0, max=1, help="Share of each worker's KV that it may hold. 0: no budget."
             ),
         ],
+        "retention": Annotated[
+            float | None,
+            typer.Option(
+                "--retention",
+                parser=span_s,
+                metavar="SPAN",
+                help="Longest time that its files, responses and answers are stored. 0: no bound of its own.",
+            ),
+        ],
+        "residency": Annotated[
+            str | None,
+            typer.Option("--residency", help="Region that its prompts and outputs do not leave. '': any."),
+        ],
+        "training_consent": Annotated[
+            str | None,
+            typer.Option(
+                "--training-consent",
+                metavar="WHO=PURPOSE",
+                help="Who of the tenant agreed to the use of its data beyond its requests, and for what. "
+                "'none' withdraws.",
+            ),
+        ],
         "degrade_model": Annotated[
             list[str] | None,
             typer.Option(
@@ -157,6 +179,13 @@ def _set_fields(tenant: cp.Tenant, fields: Mapping[str, Any]) -> None:
                 tenant.max_priority = value.proto
             case "isolation":
                 tenant.isolation = value.proto
+            case "retention":
+                tenant.retention.FromMicroseconds(round(value * 1e6))
+            case "training_consent":
+                tenant.ClearField("training_consent")
+                if value != "none":
+                    ((who, purpose),) = key_values([value], flag="--training-consent").items()
+                    tenant.training_consent.granted_by, tenant.training_consent.purpose = who, purpose
             case "degrade_max_output_tokens":
                 tenant.degrade.max_output_tokens = value
             case "degrade_model":
@@ -287,6 +316,31 @@ async def enable(
 ) -> None:
     """Enable a disabled tenant."""
     TENANTS.write_one(await _changed(connection, name, etag, _disabled(False)), output)
+
+
+@command(tenants, "erase", to=Server.CONTROLPLANE, examples=("fairway tenants erase acme",))
+async def erase(
+    connection: Connection,
+    name: NameArgument,
+    etag: EtagOption = "",
+    yes: YesOption = False,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Destroy the keys of all that is stored of a tenant, and disable it. Cannot be undone.
+
+    `show` has the time at which its files, responses and records were deleted.
+    """
+    confirm(f"Erase all that is stored of the tenant {name}? This cannot be undone.", yes=yes)
+    erased = connection.admin.tenants.erase(name, etag=etag)
+    TENANTS.write_one(await checked(erased, what=f"cannot erase the tenant {name}"), output)
+
+
+@command(tenants, "rotate-key", to=Server.CONTROLPLANE, examples=("fairway tenants rotate-key acme",))
+async def rotate_key(connection: Connection, name: NameArgument) -> None:
+    """Seal what is stored of a tenant from now on with another data key."""
+    rotated = connection.admin.tenants.rotate_key(name)
+    await checked(rotated, what=f"cannot rotate the data key of the tenant {name}")
+    out().print(f"Another data key seals what is stored of {name} within a few seconds.")
 
 
 add_delete(

@@ -139,6 +139,17 @@ class Tenants(Writing[cp.Tenant]):
         """Return it as stored. Raises Conflict for a name that is taken."""
         return await self._changed("Create", tenant=tenant, timeout_s=timeout_s)
 
+    async def erase(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Tenant:
+        """Destroy the keys of all that is stored of a tenant, and disable it. Cannot be undone."""
+        answer: cp.EraseTenantResponse = await self._service.change(
+            "EraseTenant", name=name, etag=etag, timeout_s=timeout_s
+        )
+        return answer.tenant
+
+    async def rotate_key(self, name: str, *, timeout_s: float | None = None) -> None:
+        """Seal what is stored from now on with another data key."""
+        await self._service.change("RotateTenantKey", name=name, timeout_s=timeout_s)
+
 
 class Keys(Writing[cp.Key]):
     """Keys of tenants for the data plane and of operators for the control plane.

@@ -1,4 +1,4 @@
-"""Parts of tenants' files as encrypted blobs: AES-256-GCM by the installation's record keys.
+"""Parts of tenants' files as encrypted blobs: AES-256-GCM by the key of the tenant.
 
 The seal covers tenant, file and position. A blob of another tenant, file or place does not open. A
 random nonce gives every blob a digest of its own.
@@ -19,7 +19,8 @@ from services.ports.idempotency import RecordKey
 class SealedParts:
     """Parts of tenants' files in a blob store. Sealing and opening run in a thread.
 
-    Each call raises StoreUnavailable, within a bounded time, when the store is unreachable or full.
+    Each call raises StoreUnavailable, within a bounded time, when the store is unreachable or full, or the
+    tenant's key is (KeyUnavailable); ``put`` and ``get`` raise KeyDestroyed for an erased tenant.
     """
 
     def __init__(self, blobs: BlobStore, cipher: RecordCipher) -> None:
@@ -29,8 +30,11 @@ class SealedParts:
     async def put(self, tenant: str, file_id: str, index: int, data: bytes) -> str:
         """Store a part durably; return the digest of its blob, which no other part has."""
 
+        key = RecordKey(tenant, file_id)
+        data_key = await self._cipher.sealing(key)
+
         def seal() -> tuple[str, bytes]:
-            sealed = self._cipher.seal(RecordKey(tenant, file_id), 0, index, data)
+            sealed = self._cipher.seal(data_key, key, 0, index, data)
             return "sha256:" + hashlib.sha256(sealed).hexdigest(), sealed
 
         digest, sealed = await in_thread(seal)
@@ -39,8 +43,10 @@ class SealedParts:
 
     async def get(self, tenant: str, file_id: str, index: int, digest: str) -> bytes:
         """Return a part. Raises NotFound, or IntegrityError if it is damaged or another part."""
+        key = RecordKey(tenant, file_id)
         sealed = b"".join([piece async for piece in self._blobs.get(digest)])
-        opened = await in_thread(lambda: self._cipher.open(RecordKey(tenant, file_id), sealed))
+        data_key = await self._cipher.opening(key, sealed)
+        opened = await in_thread(lambda: self._cipher.open(data_key, key, sealed))
         if opened.position != index:
             raise IntegrityError(f"a part of {file_id} stands at another place", file_id=file_id)
         return opened.chunk

@@ -13,7 +13,7 @@ Every key expires.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from services.adapters.idempotency_rules import READ_CHUNKS, WATCH_S, keys_exceeded
@@ -49,6 +49,7 @@ _FOUND: Final[Mapping[str, Claim]] = {
 }
 _APPEND_BATCH: Final = 64
 _APPEND_BYTES: Final = 1024**2
+_ERASED_AT_ONCE: Final = 256
 
 
 class RedisIdempotency:
@@ -63,16 +64,20 @@ class RedisIdempotency:
         timeout_s: float = 0.25,
         access: RedisAccess = NO_ACCESS,
         memory: RedisMemory | None = None,
+        retention_of: Callable[[str], float] = lambda tenant_id: 0.0,
     ) -> None:
-        """``memory`` bounds what a tenant keeps by what Redis has left."""
+        """``memory`` bounds what a tenant keeps by what Redis has left. ``retention_of`` returns the tenant's
+        own bound of ``body_s``; 0: none."""
         self._most = limits if limits is not None else RecordLimits()
         self._memory = memory
+        self._retention_of = retention_of
         self._scripts = open_scripts(url, clock, timeout_s=timeout_s, access=access)
         self._claim = self._scripts.script("common", "idem_common", "idem_claim")
         self._append = self._scripts.script("common", "idem_common", "idem_append")
         self._end = self._scripts.script(*RESERVATION, "idem_common", "idem_end")
         self._read = self._scripts.script("common", "idem_common", "idem_read")
         self._delete = self._scripts.script("common", "idem_common", "idem_delete")
+        self._names = self._scripts.script("idem_names")
 
     async def claim(self, key: RecordKey, fingerprint: str, owner: str) -> Claim:
         limits = await self._limits()
@@ -127,6 +132,14 @@ class RedisIdempotency:
         names = (*_record(key), *_usage_keys(key.tenant_id))
         return bool(await self._scripts.run(key.tenant_id, self._delete, names, (key.digest,)))
 
+    async def erase(self, tenant_id: str) -> int:
+        """Delete every record of the tenant as ``delete`` does; return their number."""
+        index, erased = _usage_keys(tenant_id)[0], 0
+        while digests := await self._scripts.run(tenant_id, self._names, (index,), (_ERASED_AT_ONCE,)):
+            for digest in digests:
+                erased += await self.delete(RecordKey(tenant_id, digest.decode()))
+        return erased
+
     async def connect(self) -> None:
         """Return once Redis responded and has the scripts. Raises StoreUnavailable."""
         await self._scripts.connect()
@@ -136,6 +149,9 @@ class RedisIdempotency:
 
     async def _limits(self) -> RecordLimits:
         return await self._memory.bounds(self._most) if self._memory is not None else self._most
+
+    def _body_us(self, limits: RecordLimits, tenant_id: str) -> int:
+        return _us(min(self._retention_of(tenant_id) or limits.body_s, limits.body_s))
 
     def _wrote(self, size_bytes: int) -> None:
         if self._memory is not None:
@@ -148,7 +164,7 @@ class RedisIdempotency:
         arguments: list[str | int | bytes] = [
             _prefix(tenant_id),
             _us(limits.lease_s),
-            _us(limits.body_s),
+            self._body_us(limits, tenant_id),
             limits.max_record_bytes,
             limits.max_tenant_bytes,
             _us(limits.tombstone_s),
@@ -175,7 +191,7 @@ class RedisIdempotency:
                 hold.epoch,
                 chunk,
                 state,
-                _us(limits.body_s),
+                self._body_us(limits, tenant_id),
                 limits.max_record_bytes,
                 limits.max_tenant_bytes,
                 _us(limits.tombstone_s),

@@ -47,6 +47,7 @@ from services.core.records import (
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.gateway.batches.service import BatchService
 from services.gateway.catalog import ModelCatalog
+from services.gateway.erasure import Erasure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
 from services.gateway.faces.openai.exchange import HttpLimits
@@ -61,6 +62,7 @@ from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
+from services.gateway.residency import ResidentWorkers
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.responses.store import ResponseStore
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
@@ -106,7 +108,7 @@ def gateway(environment: Environment) -> Role:
     identity = environment.identity()
     files = open_model_files(environment)
     outbox = open_usage_outbox(environment)
-    quotas = GatewayQuotas(environment)
+    quotas = GatewayQuotas(environment, identity)
     gateway_id = f"{settings.advertised}/{environment.ids.request_id()}"
     service, rows = _gateway_services(environment, identity, files, quotas, gateway_id, outbox)
 
@@ -126,8 +128,16 @@ def gateway(environment: Environment) -> Role:
     )
 
     responses = _response_parts(environment, quotas, gateway_id)
-    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways)
+    batches = open_batches(environment, service, rows, identity, gateway_id, quotas.gateways, quotas.cipher)
     http = _http_server(environment, service, rows, batches.service, identity, not_ready, responses)
+    erasure = Erasure(
+        quotas.rings,
+        environment.store,
+        batches.service.files,
+        clock,
+        erase_records=quotas.erase,
+        may_hold=identity.may_hold,
+    )
     export_levels(
         environment.metrics,
         running=lambda: service.running,
@@ -145,6 +155,7 @@ def gateway(environment: Environment) -> Role:
         await http.start()
         supervisor.spawn("renew", service.renew_forever())
         supervisor.spawn("flush records", service.flush_forever())
+        supervisor.spawn("erasure", erasure.run())
         batches.start()
 
     async def drain(timeout_s: float) -> None:
@@ -251,9 +262,10 @@ def _gateway_services(
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
     texts = TextProcesses(clock, environment.supervisor, environment.metrics)
     environment.supervisor.spawn("text processes", texts.run())
+    live = environment.informer(WORKERS, Worker)
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
-        environment.informer(WORKERS, Worker),
+        live,
         files,
         clock,
         texts=texts,
@@ -269,7 +281,9 @@ def _gateway_services(
         environment.rng,
         prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
     )
-    ports, runner = _gateway_ports(environment, quotas, gateway_id)
+    ports, runner = _gateway_ports(
+        environment, quotas, gateway_id, lambda workers: ResidentWorkers(workers, live, identity.residency)
+    )
     ports = replace(
         ports,
         report_usage=outbox.add,
@@ -367,9 +381,15 @@ def _open_placement(
 
 
 def _gateway_ports(
-    environment: Environment, quotas: GatewayQuotas, gateway_id: str
+    environment: Environment,
+    quotas: GatewayQuotas,
+    gateway_id: str,
+    bound: Callable[[MuxedWorkers], ResidentWorkers],
 ) -> tuple[Ports, LeasedRows]:
-    """Return what requests act through, and what runs the rows of fixed-cost models."""
+    """Return what requests act through, and what runs the rows of fixed-cost models.
+
+    ``bound`` keeps what is sent to workers in the regions of tenants.
+    """
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token, environment.certificates)
     leases = GatewayLeases(
@@ -379,8 +399,9 @@ def _gateway_ports(
     placement = _open_placement(environment, streams, gateway_id, leases, explanations)
     workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
     environment.closing.push_async_callback(workers.close)
+    resident = bound(workers)
     rows = LeasedRows(
-        workers,
+        resident,
         placement,
         leases,
         clock,
@@ -405,7 +426,7 @@ def _gateway_ports(
     ports = Ports(
         limiter=quotas.limiter,
         placement=placement,
-        workers=workers,
+        workers=resident,
         clock=clock,
         supervisor=supervisor,
         rng=environment.rng,

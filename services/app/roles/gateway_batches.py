@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from secrets import token_bytes, token_hex
+from secrets import token_hex
 from typing import Final
 
 from services.adapters.blobs.folder import FolderBlobs
@@ -15,7 +15,7 @@ from services.app.environment import Environment
 from services.core.records import Gateway
 from services.gateway.batches.files import FileLimits, FileService
 from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
-from services.gateway.batches.ports import BatchPorts, BatchTimes
+from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.records import (
     BATCH_OWNERS,
     BATCHES,
@@ -32,7 +32,6 @@ from services.gateway.faces.openai.exchange import BodyReader
 from services.gateway.rows.service import RowsService
 from services.gateway.service import GatewayService
 from services.ports.blob_store import BlobStore
-from services.runtime.config import read_secrets
 from services.runtime.fleet_state.informer import RecordView
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.identity import KeyDirectory
@@ -67,23 +66,24 @@ def open_batches(
     identity: KeyDirectory,
     gateway_id: str,
     gateways: RecordView[Gateway],
+    cipher: RecordCipher,
 ) -> GatewayBatches:
     """Return the files and batches of this gateway. Raises ConfigError, StoreUnavailable."""
     settings, clock = environment.settings, environment.clock
     store = BatchStore(environment.store, clock)
-    parts = SealedParts(
-        _open_blobs(environment), RecordCipher(read_secrets(settings.record_keys_file), token_bytes)
-    )
+    parts = SealedParts(_open_blobs(environment), cipher)
     batches = environment.informer(BATCHES, BatchRecord)
     retention_s = settings.files_retention_days * _DAY_S
     limits = FileLimits(settings.files_max_bytes, settings.files_tenant_bytes, retention_s=retention_s)
     view = environment.informer(FILES, StoredFile)
-    files = FileService(store, parts, view, batches, clock, limits, new_id=_new_id)
+    files = FileService(
+        store, parts, view, batches, clock, limits, new_id=_new_id, retention_of=identity.retention_s
+    )
     found = BatchService(files, store, batches, clock, TenantBatchLimits(), new_id=_new_id)
     owner = None
     if settings.batch_lines:
         lines = HttpLines(service, rows, BodyReader(settings.max_body_bytes), clock, environment.ids)
-        ports = _ports(environment, store, parts, files, lines, identity, batches, retention_s)
+        ports = _ports(environment, store, parts, files, lines, identity, batches)
         owner = _owner(
             environment,
             ports,
@@ -91,6 +91,7 @@ def open_batches(
             gateways,
             gateway_id,
             serves_others=lambda: service.serves_clients,
+            may_hold=identity.may_hold,
         )
     return GatewayBatches(found, environment, owner)
 
@@ -103,7 +104,6 @@ def _ports(
     lines: HttpLines,
     identity: KeyDirectory,
     batches: RecordView[BatchRecord],
-    retention_s: float,
 ) -> BatchPorts:
     counted = environment.metrics.counter(
         "fairway_gateway_batch_lines_total",
@@ -121,7 +121,7 @@ def _ports(
         count=counted.add,
         room_bytes=files.room_bytes,
         max_line_bytes=environment.settings.max_body_bytes,
-        times=BatchTimes(retention_s=retention_s),
+        retention_s=files.retention_s,
     )
 
 
@@ -139,6 +139,7 @@ def _owner(
     gateways: RecordView[Gateway],
     gateway_id: str,
     serves_others: Callable[[], bool],
+    may_hold: Callable[[str], bool],
 ) -> BatchOwner:
     settings = environment.settings
     owner = BatchOwner(
@@ -151,6 +152,7 @@ def _owner(
         limits=OwnerLimits(_MAX_BATCHES, settings.batch_lines, settings.batch_busy_lines),
         gateways=lambda: len(gateways.view),
         serves_others=serves_others,
+        may_hold=may_hold,
     )
     environment.metrics.level(
         "fairway_gateway_batches_running", "Batches that run here", lambda: float(owner.running)

@@ -28,13 +28,17 @@ from services.core.records import (
     BUDGETS,
     DEPLOYMENTS,
     KEYS,
+    MAX_KEY_GENERATIONS,
     ROOT,
+    TENANT_KEYS,
     TENANTS,
     ApiKey,
     Budget,
     KeyRole,
     Meta,
     Tenant,
+    TenantKeyring,
+    TrainingConsent,
     dump,
     load,
 )
@@ -123,7 +127,9 @@ class Accounts:
         request = self._tenants.request("create", tenant, request_id)
         if await self._tenants.replayed(request) is None:
             await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
-        created = await self._tenants.create(tenant, request)
+        together = await self._without_former_keys(tenant.meta.name)
+        tenant = self._consented(tenant, TrainingConsent())
+        created = await self._tenants.create(tenant, request, together=together)
         log.info("tenant.created", tenant=tenant.meta.name)
         return created
 
@@ -145,7 +151,17 @@ class Accounts:
             had = _degraded_models((await self._tenants.get(tenant.meta.name)).record)
             added = [model for model in _degraded_models(tenant) if model not in had]
             await self._require_deployed(added, field="tenant.degrade.smaller_models")
-        updated = await self._tenants.update(tenant.meta.name, lambda _: tenant, request, etag=etag)
+            if not tenant.disabled and (await self.tenant_keyring(tenant.meta.name)).erase_unix_s:
+                raise FailedPrecondition(
+                    f"tenant {tenant.meta.name} was erased: delete it, and create it again",
+                    name=tenant.meta.name,
+                )
+        updated = await self._tenants.update(
+            tenant.meta.name,
+            lambda stored: self._consented(tenant, stored.training_consent),
+            request,
+            etag=etag,
+        )
         log.info("tenant.updated", tenant=tenant.meta.name, disabled=tenant.disabled)
         return updated
 
@@ -174,6 +190,66 @@ class Accounts:
         together = WriteSet((unmoved,), (Delete(_USERS_OF_TENANT + name),))
         await self._tenants.delete(name, request, etag=etag, together=together)
         log.info("tenant.deleted", tenant=name)
+
+    async def tenant_keyring(self, name: str) -> TenantKeyring:
+        """Return the data keys of a tenant, wrapped; none before its first data is stored."""
+        entry = await self._store.get(TENANT_KEYS + name)
+        return TenantKeyring() if entry is None else load(entry.value, TenantKeyring)
+
+    async def erase_tenant(self, name: str, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
+        """Destroy every generation of a tenant's data key, and disable the tenant, in one commit.
+
+        Gateways use no key that they hold from the moment they receive the change, and delete what is stored.
+        """
+        request = self._tenants.request("erase", name, request_id, etag=etag)
+        ring = TenantKeyring(erase_unix_s=self._clock.unix_s())
+        together = WriteSet(operations=(Put(TENANT_KEYS + name, dump(ring)),))
+        erased = await self._tenants.update(
+            name, lambda tenant: replace(tenant, disabled=True), request, etag=etag, together=together
+        )
+        log.info("tenant.erased", tenant=name)
+        return erased
+
+    async def rotate_tenant_key(self, name: str, *, request_id: str = "") -> None:
+        """Let a gateway make another data key, which seals from then on. Raises FailedPrecondition for an
+        erased tenant and for one with as many keys as may be, Conflict after a concurrent write."""
+        request = self._tenants.request("rotate-key", name, request_id)
+        if await self._tenants.done(request):
+            return
+        entry = await self._store.get(TENANT_KEYS + name)
+        ring = TenantKeyring() if entry is None else load(entry.value, TenantKeyring)
+        if ring.erase_unix_s or len(ring.generations) >= MAX_KEY_GENERATIONS:
+            why = "was erased" if ring.erase_unix_s else f"has {len(ring.generations)} data keys, the most"
+            raise FailedPrecondition(f"tenant {name} {why}", name=name)
+        ring = replace(ring, rotate_unix_s=self._clock.unix_s())
+        unmoved = ModRevisionIs(TENANT_KEYS + name, 0 if entry is None else entry.mod_revision)
+        together = WriteSet((unmoved,), (Put(TENANT_KEYS + name, dump(ring)),))
+        await self._tenants.update(name, lambda tenant: tenant, request, together=together)
+        log.info("tenant.key_rotated", tenant=name)
+
+    async def _without_former_keys(self, name: str) -> WriteSet:
+        """Return what removes the keys of an earlier tenant of this name: the new one opens nothing of it.
+
+        Raises FailedPrecondition while gateways delete what was stored of it.
+        """
+        entry = await self._store.get(TENANT_KEYS + name)
+        if entry is None:
+            return WriteSet()
+        ring = load(entry.value, TenantKeyring)
+        if ring.erase_unix_s and not ring.collect_unix_s:
+            raise FailedPrecondition(
+                f"gateways still delete what was stored of tenant {name}; try again in a few seconds",
+                name=name,
+            )
+        return WriteSet((ModRevisionIs(entry.key, entry.mod_revision),), (Delete(entry.key),))
+
+    def _consented(self, tenant: Tenant, before: TrainingConsent) -> Tenant:
+        """Return the tenant with who recorded its consent, and when, if that is not the one before."""
+        wanted = tenant.training_consent
+        if (wanted.purpose, wanted.granted_by) == (before.purpose, before.granted_by):
+            return replace(tenant, training_consent=before)
+        consent = replace(wanted, recorded_by=principal().key_id, record_unix_s=self._clock.unix_s())
+        return replace(tenant, training_consent=consent)
 
     # --- keys ------------------------------------------------------------------------------------
 
@@ -365,6 +441,12 @@ def _require_within(key: ApiKey, ceiling: ApiKey | None) -> None:
 
 def _require_consistent(tenant: Tenant) -> None:
     """Raises InvalidInput for a limit or a policy that can never apply."""
+    consent = tenant.training_consent
+    if bool(consent.purpose) != bool(consent.granted_by):
+        raise InvalidInput(
+            "a consent has both a purpose and who granted it; both empty withdraw it",
+            field="tenant.training_consent",
+        )
     if 0 < tenant.tokens_per_minute < tenant.committed_tokens_per_minute:
         raise InvalidInput(
             f"{tenant.committed_tokens_per_minute} tokens per minute are committed, and only "

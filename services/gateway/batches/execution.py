@@ -413,7 +413,7 @@ class BatchExecution:
                 f"{record.batch_id}_{'error' if failed else 'output'}.jsonl",
                 FilePurpose.BATCH_OUTPUT,
                 now_s,
-                now_s + self._ports.times.retention_s,
+                now_s + self._ports.retention_s(record.tenant),
                 parts,
             )
             for failed, parts in ((False, record.output), (True, record.errors))

@@ -81,8 +81,9 @@ class FileService:
         limits: FileLimits,
         *,
         new_id: Callable[[], str],
+        retention_of: Callable[[str], float] = lambda tenant: 0.0,
     ) -> None:
-        """``new_id`` returns 24 random hex digits."""
+        """``new_id`` returns 24 random hex digits. ``retention_of`` returns a tenant's own bound; 0: none."""
         self.limits = limits
         self._store = store
         self._parts = parts
@@ -90,6 +91,7 @@ class FileService:
         self._batches = batches
         self._clock = clock
         self._new_id = new_id
+        self._retention_of = retention_of
         self._uploads: Counter[str] = Counter()
         self._downloads: Counter[str] = Counter()
 
@@ -122,6 +124,10 @@ class FileService:
             hashes=bool(key),
         )
 
+    def retention_s(self, tenant: str) -> float:
+        """Return for how long a file of the tenant is stored from now on."""
+        return min(self._retention_of(tenant) or self.limits.retention_s, self.limits.retention_s)
+
     def room_bytes(self, tenant: str) -> int:
         """Return how many bytes the tenant may store in addition to its files; less than 0 above the
         bound."""
@@ -142,7 +148,7 @@ class FileService:
             shown_name(filename),
             FilePurpose.BATCH,
             now_s,
-            now_s + self.limits.retention_s,
+            now_s + self.retention_s(upload.tenant),
             await upload.finish(),
             upload.content_hash,
         )
@@ -197,6 +203,23 @@ class FileService:
         await self._store.delete_file(found)
         await self._parts.discard([part.digest for part in found.record.parts])
 
+    async def erase(self, tenant: str) -> int:
+        """Delete all batches and files of a tenant; return how many parts they had."""
+        parts = 0
+        while True:
+            files, batches = await self._store.all_of(tenant)
+            if not files and not batches:
+                return parts
+            for batch in batches:
+                await self._store.delete_batch(batch)
+            for file in files:
+                with suppress(Conflict):
+                    await self._store.delete_file(file)
+            named = [part.digest for batch in batches for part in batch.record.parts]
+            named += [part.digest for file in files for part in file.record.parts]
+            await self._parts.discard(named)
+            parts += len(named)
+
     async def sweep_forever(self, rng: Random) -> None:
         """Delete what is over; a task of the process."""
         while True:
@@ -216,7 +239,7 @@ class FileService:
         ended = [
             held
             for held in self._batches.view.values()
-            if held.record.status.is_over and held.record.end_unix_s + self.limits.retention_s <= now_s
+            if (one := held.record).status.is_over and one.end_unix_s + self.retention_s(one.tenant) <= now_s
         ]
         for batch in ended[:_SWEPT_AT_ONCE]:
             await self._store.delete_batch(batch)

@@ -98,8 +98,12 @@ class BatchOwner:
         limits: OwnerLimits,
         gateways: Callable[[], int],
         serves_others: Callable[[], bool] = lambda: False,
+        may_hold: Callable[[str], bool] = lambda tenant: True,
     ) -> None:
-        """``gateways``: how many are live. ``serves_others``: whether requests that are no lines run here."""
+        """``gateways``: how many are live. ``serves_others``: whether requests that are no lines run here.
+
+        ``may_hold``: whether the data of a tenant may be here.
+        """
         self._ports = ports
         self._batches = batches
         self._owners = owners
@@ -110,6 +114,7 @@ class BatchOwner:
         self._limits = limits
         self._gateways = gateways
         self._serves_others = serves_others
+        self._may_hold = may_hold
         self._busy_until_s = -math.inf
         self._turns: dict[tuple[str, str], _Turn] = {}
         self._order = TenantTurns()
@@ -203,6 +208,8 @@ class BatchOwner:
             batch = held.record
             name = (batch.tenant, batch.batch_id)
             if batch.status.is_over or owner_key(*name) in self._owners.view:
+                continue
+            if not self._may_hold(batch.tenant):
                 continue
             if name not in self._turns and name not in self._not_before_s:
                 found.append(UnfinishedBatch(*name, batch.create_unix_s, self._ends(batch)))

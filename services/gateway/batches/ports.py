@@ -37,8 +37,6 @@ class BatchTimes:
     early_s: float = 5.0
     # Time for lines that run when the batch is cancelled or expires.
     grace_s: float = 30.0
-    # Lifetime of result files.
-    retention_s: float = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +56,8 @@ class BatchPorts:
     count: Callable[[str], None]
     # Returns how many bytes the tenant may store in addition to its files.
     room_bytes: Callable[[str], int]
+    # Returns the lifetime of the tenant's result files in seconds.
+    retention_s: Callable[[str], float]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
     # Size of a result file's parts.

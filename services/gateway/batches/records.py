@@ -127,6 +127,11 @@ class BatchRecord:
     cancel_unix_s: float = 0.0
     end_unix_s: float = 0.0
 
+    @property
+    def parts(self) -> tuple[FilePart, ...]:
+        """The parts of its results."""
+        return (*self.output, *self.errors, *self.early)
+
     def cancelled(self, unix_s: float) -> BatchRecord:
         """Return the batch with a cancellation. One whose every line was done stays completed."""
         status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING

@@ -207,19 +207,31 @@ class BatchStore:
             held = OwnedBatch(found.record, found.mod_revision, held.epoch)
         raise OwnershipLost
 
+    async def all_of(self, tenant: str) -> tuple[list[Versioned[StoredFile]], list[Versioned[BatchRecord]]]:
+        """Return the files and the batches of a tenant that are stored now."""
+        return (
+            await self._listed(f"{FILES}{tenant}/", StoredFile),
+            await self._listed(f"{BATCHES}{tenant}/", BatchRecord),
+        )
+
     async def named_parts(self) -> set[str]:
         """Return the digests that a file or a batch names now."""
         found: set[str] = set()
         for entry in (await self._store.list(FILES)).entries:
             found.update(part.digest for part in load(entry.value, StoredFile).parts)
         for entry in (await self._store.list(BATCHES)).entries:
-            batch = load(entry.value, BatchRecord)
-            found.update(part.digest for part in (*batch.output, *batch.errors, *batch.early))
+            found.update(part.digest for part in load(entry.value, BatchRecord).parts)
         return found
 
     async def _changed(self, operations: Sequence[Put | Delete], conditions: Sequence[Condition]) -> None:
         if not isinstance(await self._store.commit(operations, conditions), Committed):
             raise _changed_meanwhile()
+
+    async def _listed(self, prefix: str, kind: type[T]) -> list[Versioned[T]]:
+        return [
+            Versioned(load(entry.value, kind), entry.create_revision, entry.mod_revision)
+            for entry in (await self._store.list(prefix)).entries
+        ]
 
     async def _get(self, key: str, kind: type[T]) -> Versioned[T] | None:
         entry = await self._store.get(key)

@@ -108,7 +108,7 @@ class Validator:
         """
         bounds.check(generation)
         route = self._route(principal, generation, pinned)
-        self._catalog.require_servable(route)
+        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
@@ -266,7 +266,7 @@ class Validator:
         """
         bounds.check(request)
         route = self._route(principal, request)
-        self._catalog.require_servable(route)
+        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
         return Checked(route, self._priority(principal, request.priority))
 
     def authorise(self, principal: Principal, asked: str) -> None:

@@ -35,6 +35,8 @@ log = structlog.get_logger()
 
 # What began a response, at most; its answer may have as much.
 MAX_BEGIN_BYTES: Final = 2 * 1024**2
+# A tenant's name has no slash: the space is that of responses.
+RESPONSES_SPACE: Final = "/responses"
 _FINGERPRINT: Final = "response"
 _PAUSE_S: Final = 0.05
 _PATIENCE_S: Final = 10.0
@@ -196,10 +198,9 @@ class ResponseStore:
             ) from None
 
     def _key(self, tenant_id: str, response_id: str) -> RecordKey:
-        """A tenant's name has no slash: the space is that of responses."""
         text = f"fairway stored response v1\0{tenant_id}\0{response_id}".encode()
         digest = hmac.digest(self._secret, text, "sha256").hex()[:32]
-        return RecordKey(f"{tenant_id}/responses", digest)
+        return RecordKey(tenant_id + RESPONSES_SPACE, digest)
 
 
 def begin_chunk(begun: BegunResponse) -> bytes:

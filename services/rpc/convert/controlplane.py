@@ -33,6 +33,7 @@ from services.core.records import (
     SliStatus,
     Tag,
     Tenant,
+    TrainingConsent,
     VersionRecord,
     Worker,
 )
@@ -62,6 +63,14 @@ _META: Final = Mirror(
 )
 META: Final = _META.one("metadata")
 _MOST_S: Final = {"max_timeout_s": Pair("max_timeout", duration_of, seconds_of, unset=True)}
+_CONSENT: Final = Mirror(
+    TrainingConsent,
+    pb.TrainingConsent,
+    {
+        "recorded_by": Pair("recorded_by", unread=True),
+        "record_unix_s": Pair("record_time", timestamp, unread=True),
+    },
+)
 _LIMITS: Final = Mirror(UsageLimits, pb.Limits, _MOST_S)
 TENANT: Final = Mirror(
     Tenant,
@@ -74,6 +83,8 @@ TENANT: Final = Mirror(
         **_MOST_S,
         "isolation": enum_pair("isolation", numbers_of(Isolation, pb.Isolation), Isolation.PACKED),
         "user_limits": _LIMITS.one("user_limits", unset=True),
+        "retention_s": Pair("retention", duration_of, seconds_of, unset=True),
+        "training_consent": _CONSENT.one("training_consent", unset=True),
     },
 )
 KEY: Final = Mirror(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from secrets import token_bytes
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +12,7 @@ import pytest
 
 from fairway.inference import v2_pb2
 from fairway.v1 import inference_pb2 as pb
-from services.adapters.record_cipher import EncryptedRecords, RecordCipher
+from services.adapters.record_cipher import EncryptedRecords
 from services.adapters.redis.idempotency import RedisIdempotency
 from services.adapters.redis.limiter import RedisLimiter
 from services.core import errors
@@ -22,6 +21,7 @@ from services.rpc.status import from_rpc_error
 from tests.integration.rows.http import ask
 from tests.support.metered import MeteredLimiter, charged
 from tests.support.rows_gateway import AUTH, CLOCK, Sockets, rows_gateway, served
+from tests.support.tenant_keys import record_cipher
 
 BATCH = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -31,7 +31,7 @@ async def test_every_interface_repeats_an_answer_charged_once(
 ) -> None:
     limiter = RedisLimiter(redis_url, CLOCK, timeout_s=2.0)
     store = RedisIdempotency(redis_url, CLOCK, timeout_s=2.0)
-    records = EncryptedRecords(store, RecordCipher(["a secret of the records, of 32 b"], token_bytes))
+    records = EncryptedRecords(store, record_cipher())
     parts: dict[str, Any] = {"limiter": MeteredLimiter(limiter), "records": records}
     before = await charged(limiter, "acme")
     async with (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from secrets import token_bytes
 
 import pytest
 from structlog.testing import capture_logs
 
-from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords, RecordCipher
+from services.adapters.keys.tenant_keys import TenantKeys
+from services.adapters.record_cipher import OVERHEAD_BYTES, EncryptedRecords
 from services.core.errors import IntegrityError, StoreUnavailable
 from services.core.generation import Usage
 from services.ports.idempotency import (
@@ -26,14 +26,15 @@ from services.ports.idempotency import (
 from simulator.stores.idempotency import MemoryIdempotency
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
+from tests.support.tenant_keys import record_cipher, tenant_keys
 
-OLD, NEW = "o" * 32, "n" * 32
 KEY = RecordKey("acme", "ab" * 16)
+# A chunk of version 1 under the secret "o" * 32.
+DERIVED = bytes.fromhex(
+    "015e44d643000000000000000300000002000102030405060708090a0bb1216378b84f7b3ece69a34a3ad8bbe2396feb9a67fcfdd8"
+    "adcfec5c0f84"
+)
 CHUNKS = (b"terms", b"tokens", b"text", b"end")
-
-
-def cipher(*secrets: str) -> RecordCipher:
-    return RecordCipher(secrets, token_bytes)
 
 
 class Shelf(MemoryIdempotency):
@@ -64,9 +65,9 @@ async def claimed(store: EncryptedRecords, key: RecordKey = KEY) -> Hold:
     return claim.hold
 
 
-async def ended(shelf: Shelf, key: RecordKey = KEY, secret: str = OLD) -> EncryptedRecords:
+async def ended(shelf: Shelf, key: RecordKey = KEY, keys: TenantKeys | None = None) -> EncryptedRecords:
     """Write the record, each chunk in a call of its own, and end it."""
-    store = EncryptedRecords(shelf, cipher(secret))
+    store = EncryptedRecords(shelf, record_cipher(keys=keys))
     hold = await claimed(store, key)
     for chunk in CHUNKS[:-1]:
         await store.append([Addition(hold, chunk)])
@@ -98,7 +99,8 @@ async def test_what_was_written_is_read_and_nothing_of_it_is_stored() -> None:
 
 
 async def test_equal_chunks_are_stored_differently() -> None:
-    sealed = {cipher(OLD).seal(KEY, 1, 0, b"same") for _ in range(100)}
+    sealing = record_cipher()
+    sealed = {sealing.seal(await sealing.sealing(KEY), KEY, 1, 0, b"same") for _ in range(100)}
     assert len(sealed) == 100
 
 
@@ -142,9 +144,9 @@ async def test_a_reader_of_parts_finds_that_they_do_not_follow_each_other() -> N
 
 @pytest.mark.parametrize("other", [RecordKey("acme", "cd" * 16), RecordKey("acme-b", KEY.digest)])
 async def test_a_chunk_of_another_record_or_tenant_is_not_read(other: RecordKey) -> None:
-    shelf = Shelf()
-    store = await ended(shelf)
-    await ended(shelf, other)
+    shelf, keys = Shelf(), tenant_keys()
+    store = await ended(shelf, keys=keys)
+    await ended(shelf, other, keys)
     foreign = (await shelf.read(other, 0, watch=False)).chunks
     shelf.change = lambda chunks: [chunks[0], foreign[1], *chunks[2:]]
     assert not await readable(store)
@@ -154,7 +156,7 @@ async def test_a_chunk_of_another_record_or_tenant_is_not_read(other: RecordKey)
 
 async def test_a_chunk_of_an_earlier_run_of_the_record_is_not_read() -> None:
     shelf = Shelf()
-    store = EncryptedRecords(shelf, cipher(OLD))
+    store = EncryptedRecords(shelf, record_cipher())
     hold = await claimed(store)
     await store.append([Addition(hold, b"0")])
     await store.append([Addition(hold, b"1")])
@@ -173,7 +175,7 @@ async def test_a_chunk_of_an_earlier_run_of_the_record_is_not_read() -> None:
 
 async def test_a_write_whose_answer_was_lost_is_repeated() -> None:
     shelf = Shelf()
-    store = EncryptedRecords(shelf, cipher(OLD))
+    store = EncryptedRecords(shelf, record_cipher())
     hold = await claimed(store)
     await store.append([Addition(hold, b"0")])
     for chunk in (b"1", b"1 2"):
@@ -186,35 +188,24 @@ async def test_a_write_whose_answer_was_lost_is_repeated() -> None:
     assert (await store.read(KEY, 0, watch=False)).chunks == expected
 
 
-async def test_a_rotated_key_still_opens_and_no_longer_seals() -> None:
-    shelf = Shelf()
-    await ended(shelf)
-    rotated = EncryptedRecords(shelf, cipher(NEW, OLD))
-    assert await readable(rotated)
-    other = RecordKey("acme", "cd" * 16)
-    shelf_of_new = Shelf()
-    await ended(shelf_of_new, other, NEW)
-    assert await readable(EncryptedRecords(shelf_of_new, cipher(OLD, NEW)), other)
-    assert not await readable(EncryptedRecords(shelf_of_new, cipher(OLD)), other)
-
-
-async def test_a_removed_key_is_named_in_the_log() -> None:
-    shelf = Shelf()
-    await ended(shelf)
-    store = EncryptedRecords(shelf, cipher(NEW))
-    with capture_logs() as logs:
-        assert (await store.read(KEY, 0, watch=False)).state is RecordState.EXPIRED
-    assert "no record key has the id" in logs[0]["reason"]
+async def test_what_the_installations_secret_sealed_still_opens() -> None:
+    for secrets in (("o" * 32,), ("n" * 32, "o" * 32)):
+        cipher = record_cipher(*secrets)
+        opened = cipher.open(await cipher.opening(KEY, DERIVED), KEY, DERIVED)
+        assert (opened.epoch, opened.position, opened.chunk) == (3, 2, b"written before")
+    cipher = record_cipher("n" * 32)
+    with pytest.raises(IntegrityError, match="no record key has the id"):
+        await cipher.opening(KEY, DERIVED)
 
 
 async def test_chunks_in_clear_are_not_read() -> None:
     for stored in (b"", b"\x91\xa1", b"\x93" * 200):
         with pytest.raises(IntegrityError):
-            cipher(OLD).open(KEY, stored)
+            await record_cipher().opening(KEY, stored)
 
 
 async def test_positions_last_as_long_as_their_holds() -> None:
-    store = EncryptedRecords(Shelf(), cipher(OLD))
+    store = EncryptedRecords(Shelf(), record_cipher())
     holds = [await claimed(store, RecordKey("acme", str(number))) for number in range(10)]
     await store.append([Addition(hold, b"1") for hold in holds])
     assert len(store._next) == 10
@@ -222,10 +213,10 @@ async def test_positions_last_as_long_as_their_holds() -> None:
     assert len(store._next) == 0
 
 
-def test_no_flipped_bit_and_no_cut_of_a_chunk_is_read_as_content() -> None:
+async def test_no_flipped_bit_and_no_cut_of_a_chunk_is_read_as_content() -> None:
     """Idempotency records, stored responses and parts of batch files are sealed by this."""
-    rng, sealing = Random(7), cipher(NEW)
-    sealed = sealing.seal(KEY, 3, 2, b"the content of a chunk" * 20)
+    rng, cipher = Random(7), record_cipher()
+    sealed = cipher.seal(await cipher.sealing(KEY), KEY, 3, 2, b"the content of a chunk" * 20)
     for number in range(400):
         copy = bytearray(sealed)
         if number < 300:
@@ -233,4 +224,4 @@ def test_no_flipped_bit_and_no_cut_of_a_chunk_is_read_as_content() -> None:
         else:
             del copy[rng.randrange(len(copy)) :]
         with pytest.raises(IntegrityError):
-            sealing.open(KEY, bytes(copy))
+            cipher.open(await cipher.opening(KEY, bytes(copy)), KEY, bytes(copy))

@@ -165,6 +165,7 @@ async def rig_of(data: bytes, store: Callable[[BatchStack], BatchStore] | None =
         status_of=status_of,
         count=lambda _: None,
         room_bytes=stack.files.room_bytes,
+        retention_s=lambda _: 30 * 86_400.0,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0, grace_s=0.05),
     )

@@ -78,6 +78,7 @@ async def owning(
         status_of=lambda batch: batch.status,
         count=lambda _: None,
         room_bytes=stack.files.room_bytes,
+        retention_s=lambda _: 30 * 86_400.0,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0),
     )

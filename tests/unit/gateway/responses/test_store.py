@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from secrets import token_bytes
 
 import pytest
 
-from services.adapters.record_cipher import EncryptedRecords, RecordCipher
+from services.adapters.record_cipher import EncryptedRecords
 from services.core.errors import InvalidInput, OverQuota, ResultExpired
 from services.gateway.responses.store import (
     MAX_BEGIN_BYTES,
@@ -20,6 +19,7 @@ from services.ports.idempotency import RecordLimits
 from simulator.stores.idempotency import MemoryIdempotency
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.clocks import HandClock
+from tests.support.tenant_keys import record_cipher
 
 BEGUN = BegunResponse("req_1", "m", "", background=True, response=b"{}", items=b"[1]", generation=b"g")
 ANSWER = ResponseAnswer(b'{"a":1}', b"[2]")
@@ -34,7 +34,7 @@ class Rig:
         self.clock = HandClock()
         limited = RecordLimits(body_s=RETENTION_S, tombstone_s=RETENTION_S, open_s=OPEN_S, **limits)
         self.records = MemoryIdempotency(self.clock, MemoryLimiter(self.clock), limited)
-        cipher = RecordCipher(["s" * 32], token_bytes)
+        cipher = record_cipher()
         self.left, self.right = (
             ResponseStore(EncryptedRecords(self.records, cipher), b"n" * 32, owner, self.clock)
             for owner in ("left", "right")
