@@ -183,7 +183,7 @@ def test_nothing_of_an_erased_tenant_is_left(own: Stack, tmp_path: Path) -> None
     _until(cli, lambda state: bool(state.get("collect_time")) and not state["generations"], "gone")
     assert refusal(own, f"/v1/responses/{response['id']}", key=key)[0] == 401
     assert not [name for name in _redis_keys(own).split() if "{gone" in name and ":idem:" in name]
-    assert "was erased" in cli("tenants", "enable", "gone", code=1).err
+    assert "was erased" in cli("tenants", "enable", "gone", code=4).err
     audited = cli("audit", "list", "--action", "EraseTenant", "-o", "json").out
     assert '"gone"' in audited
 
