@@ -174,6 +174,7 @@ def test_nothing_of_an_erased_tenant_is_left(own: Stack, tmp_path: Path) -> None
     assert consent["recorded_by"]
     assert consent["record_time"]
     key = cli("keys", "create", "gone-k", "--tenant", "gone").out.strip()
+    _until_known(own, key)
     stored = {"model": own.model, "input": CANARY, "max_output_tokens": 8}
     response = ask(own, "/v1/responses", stored, key=key)
     ask(own, "/v1/completions", completion(own), key=key, **{"Idempotency-Key": uuid4().hex})
@@ -183,7 +184,7 @@ def test_nothing_of_an_erased_tenant_is_left(own: Stack, tmp_path: Path) -> None
     _until(cli, lambda state: bool(state.get("collect_time")) and not state["generations"], "gone")
     assert refusal(own, f"/v1/responses/{response['id']}", key=key)[0] == 401
     assert not [name for name in _redis_keys(own).split() if "{gone" in name and ":idem:" in name]
-    assert "was erased" in cli("tenants", "enable", "gone", code=1).err
+    assert "was erased" in cli("tenants", "enable", "gone", code=4).err
     audited = cli("audit", "list", "--action", "EraseTenant", "-o", "json").out
     assert '"gone"' in audited
 
@@ -199,6 +200,18 @@ def _redis_keys(stack: Stack) -> str:
     names: Any = client.keys()
     client.close()
     return " ".join(sorted(name.decode() for name in names))
+
+
+def _until_known(stack: Stack, key: str) -> None:
+    """Return once the gateway has received the key."""
+    deadline_s = time.monotonic() + 20
+    while True:
+        try:
+            ask(stack, "/v1/models", key=key)
+            return
+        except urllib.error.HTTPError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
 
 
 def _until(cli: CommandLine, holds: Any, tenant: str = "default") -> None:
