@@ -20,7 +20,7 @@ from services.core.records import (
     Deployment,
     EventKind,
     EventRecord,
-    Isolation,
+    IsolationTier,
     KeyRole,
     LatencyTarget,
     LoadedVersion,
@@ -72,7 +72,7 @@ TENANT: Final = Mirror(
         "max_priority": enum_pair("max_priority", PRIORITIES, Priority.STANDARD),
         "degrade": Mirror(Degrade, pb.DegradePolicy).one("degrade", unset=True),
         **_MOST_S,
-        "isolation": enum_pair("isolation", numbers_of(Isolation, pb.Isolation), Isolation.PACKED),
+        "isolation": enum_pair("isolation", numbers_of(IsolationTier, pb.Isolation), IsolationTier.PACKED),
         "user_limits": _LIMITS.one("user_limits", unset=True),
     },
 )
