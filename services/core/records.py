@@ -91,7 +91,7 @@ class Priority(StrEnum):
 _RANKS: Final = {Priority.BATCH: 1, Priority.STANDARD: 2, Priority.INTERACTIVE: 3}
 
 
-class Isolation(StrEnum):
+class IsolationTier(StrEnum):
     """Which nodes run the requests of a tenant: shared ones, slices of its own, or whole nodes of its own."""
 
     PACKED = "packed"
@@ -102,10 +102,10 @@ class Isolation(StrEnum):
 SHARED_NODES: Final = ""
 
 
-def node_group(tenant: str, isolation: Isolation) -> str:
+def node_group(tenant: str, isolation: IsolationTier) -> str:
     """Return the name of the nodes that may run a tenant's requests. A node belongs to one group, and a
     request to one."""
-    return SHARED_NODES if isolation is Isolation.PACKED else f"{isolation}/{tenant}"
+    return SHARED_NODES if isolation is IsolationTier.PACKED else f"{isolation}/{tenant}"
 
 
 class KeyRole(StrEnum):
@@ -190,7 +190,7 @@ class Tenant:
     max_output_tokens: int = 0
     max_timeout_s: float = 0.0
     user_limits: UsageLimits = field(default_factory=UsageLimits)  # limits of each end user
-    isolation: Isolation = Isolation.PACKED
+    isolation: IsolationTier = IsolationTier.PACKED
     isolation_waits: bool = False  # whether its requests wait while no node of its group serves their version
     kv_share: float = 0.0  # share of a worker's KV blocks that it may hold; 0: no budget
     retention_s: float = 0.0  # most time that prompts and outputs are stored; 0: that of the installation
@@ -516,7 +516,7 @@ class Node:
         """Return its group, if its worker declares that slice."""
         if not self.tenant:
             return SHARED_NODES
-        return node_group(self.tenant, Isolation.PARTITIONED if slice_ else Isolation.DEDICATED)
+        return node_group(self.tenant, IsolationTier.PARTITIONED if slice_ else IsolationTier.DEDICATED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from services.core.records import (
     NODES,
     TENANTS,
     WORKERS,
-    Isolation,
+    IsolationTier,
     Node,
     Tenant,
     dump,
@@ -112,7 +112,7 @@ class Nodes:
             wanted, slice_ = load(entry.value, Tenant), view.worker.slice
             if wanted.node_group != replace(view.node, tenant=tenant).group(slice_):
                 offers = f"declares the slice {slice_}" if slice_ else "declares no slice"
-                fitting = Isolation.PARTITIONED if slice_ else Isolation.DEDICATED
+                fitting = IsolationTier.PARTITIONED if slice_ else IsolationTier.DEDICATED
                 raise FailedPrecondition(
                     f"tenant {tenant} is {wanted.isolation}, and node {name} {offers}: choose another node, "
                     f"or `fairway tenants update {tenant} --isolation {fitting}`",

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.controlplane.policy.assign import Action, PutAssignment, Unplaced, plan
-from services.core.records import Assignment, Isolation, Node, Worker, node_group
+from services.core.records import Assignment, IsolationTier, Node, Worker, node_group
 from tests.unit.controlplane.policy.test_assign import all_ready, apply, deployment, placed, worker
 
 GROUPS = {
-    "acme": node_group("acme", Isolation.DEDICATED),
-    "beta": node_group("beta", Isolation.PARTITIONED),
-    "tiny": node_group("tiny", Isolation.PACKED),
+    "acme": node_group("acme", IsolationTier.DEDICATED),
+    "beta": node_group("beta", IsolationTier.PARTITIONED),
+    "tiny": node_group("tiny", IsolationTier.PACKED),
 }
 
 

@@ -49,3 +49,17 @@ def test_the_share_holds_for_each_worker() -> None:
     workers = [one.worker_id for one in found.values() if isinstance(one, Grant)]
     assert sorted(workers) == ["w0", "w1"]
     assert mine[2] not in found
+
+
+def test_one_at_its_budget_here_and_without_room_there_keeps_nobody_waiting() -> None:
+    rig = Rig(20, 20)
+    rig.reserved[1] = 20
+    rig.report(1)
+    rig.ask(5, kv_share=0.25)
+    assert len(rig.turn()) == 1
+    waits = rig.ask(5, kv_share=0.25)
+    for _ in range(6):
+        other = rig.ask(2, tenant="beta")
+        found = rig.turn()
+        assert isinstance(found[other], Grant), "it has an earmark on a worker where it may not start"
+        assert waits not in found

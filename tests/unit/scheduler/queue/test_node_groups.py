@@ -90,6 +90,16 @@ def test_a_shared_request_does_not_start_on_the_only_node_with_room_which_is_ass
     assert worker_of(rig.turn()[waits]) == "w0"
 
 
+def test_a_search_in_vain_for_one_group_does_not_stand_for_another() -> None:
+    rig = rig_of(ACME, *[""] * 9)
+    rig.ask(10, node_group=ACME)
+    rig.turn()
+    waits, shared = rig.ask(4, node_group=ACME), rig.ask(4, tenant="other")
+    found = rig.turn()
+    assert waits not in found
+    assert worker_of(found[shared]) != "w0"
+
+
 GROUPS = st.sampled_from(["", ACME, BETA])
 
 
