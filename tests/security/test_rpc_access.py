@@ -31,11 +31,8 @@ OF_TENANTS = {"GetTenant", "ListTenants", "GetKey", "ListKeys"}
 OF_KEYS = {"CreateKey", "UpdateKey", "DeleteKey", "RotateKey"}
 OF_USE = {"GetBudget", "ListBudgets", "ListUsage"}
 OF_ADMINS = {f"{verb}{noun}" for verb in ("Create", "Update", "Delete") for noun in ("Tenant", "Budget")}
-<<<<<<< HEAD
 OF_ADMINS |= {"UpdateSignerPolicy"}
-=======
 OF_ADMINS |= {"EraseTenant", "RotateTenantKey"}
->>>>>>> rest
 OF_REQUESTS = {"ExplainPlacement", "ListQuarantined", "ListFinishedRequests"}
 PUBLISHING = {"FindMissingChunks", "UploadChunk", "DownloadChunk", "SetTag", "CollectGarbage"}
 READS = ("Get", "List", "Watch")
