@@ -3,8 +3,8 @@
 make security ARGS="--only grammars --only 'across*'"
 
 A cell is unexpected when the server fails, serves what must be refused, answers late, or names its inside.
-After each input the canaries are served with the texts of before, and every process is the one of before: else
-it is a crash. The fuzzers send what the OpenAPI document and the messages describe, whole and damaged.
+After each input the canaries are served with the same texts, and every process is still the same: else it
+is a crash. The fuzzers send what the OpenAPI document and the messages describe, whole and damaged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import structlog
 
 from tests.security.drills.canary import TENANT, Canaries
 from tests.security.drills.installation import Installation
-from tests.security.table.cells import Cell, Tally, grouped
+from tests.security.table.cells import Answer, Cell, Outcome, Tally, grouped
 from tests.security.table.faces import generation_cells
 from tests.security.table.fuzz import fuzz_http, fuzz_messages
 from tests.security.table.inputs import INPUTS
@@ -57,10 +57,9 @@ class Table:
     async def run(self, cells: Sequence[Cell]) -> None:
         """Send the cells, those of one input at once; check after each input that nothing ended."""
         for (group, name), faces in grouped(cells).items():
-            for cell, answer in zip(
-                faces, await asyncio.gather(*(each.send() for each in faces)), strict=True
-            ):
-                self.tally.add(cell, answer)
+            for cell, answer in zip(faces, await asyncio.gather(*map(_answer, faces)), strict=True):
+                if found := self.tally.add(cell, answer):
+                    say(f"  {found}")
             await self.check(f"{group}, {name}")
 
     async def check(self, what: str) -> None:
@@ -72,7 +71,9 @@ class Table:
         if not await self._canaries.serve(_HEAL_S):
             lost.append("the canaries")
         _, _, failed = self._canaries.take()
-        self.tally.crashes += [f"after {what}: {each}" for each in (*lost, *failed)]
+        for each in (*lost, *failed):
+            self.tally.crashes.append(f"after {what}: {each}")
+            say(f"  {self.tally.crashes[-1]}")
 
     def _running(self) -> set[int]:
         return {
@@ -80,6 +81,13 @@ class Table:
             for each in processes(self._installation.target.state)
             if "services.worker.engine" in " ".join(each.info["cmdline"])
         }
+
+
+async def _answer(cell: Cell) -> Answer:
+    try:
+        return await cell.send()
+    except Exception as error:  # a client that breaks has observed something that it does not expect
+        return Answer(Outcome.FAILED, type(error).__name__, f"{error}"[:200])
 
 
 async def run(only: Sequence[str], root: Path, examples: int) -> Tally:
@@ -99,11 +107,13 @@ async def run(only: Sequence[str], root: Path, examples: int) -> Tally:
                 *publish_cells(target),
             ]
             await table.run([cell for cell in cells if wanted(cell.group, only)])
+            for group, count in table.tally.cells.items():
+                say(f"{count:>5} {group}")
             for name, fuzz in zip(_FUZZERS, (fuzz_http, fuzz_messages), strict=True):
                 if wanted(name, only):
                     sent, unexpected = await fuzz(target, examples)
                     table.tally.unexpected += unexpected
-                    say(f"{name}: {sent} requests, {len(unexpected)} unexpected")
+                    say("\n  ".join((f"{name}: {sent} requests, {len(unexpected)} unexpected", *unexpected)))
                     await table.check(name)
     return table.tally
 
@@ -124,10 +134,6 @@ def main(arguments: Sequence[str]) -> int:
         tally = asyncio.run(run(options.only, root, options.examples))
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    for group, count in tally.cells.items():
-        say(f"{count:>5} {group}")
-    for finding in (*tally.unexpected, *tally.crashes):
-        say(f"  {finding}")
     say(tally.result)
     return 0 if tally.passed else 1
 

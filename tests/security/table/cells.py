@@ -48,10 +48,14 @@ class Tally:
     unexpected: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
 
-    def add(self, cell: Cell, answer: Answer) -> None:
+    def add(self, cell: Cell, answer: Answer) -> str:
+        """Count an answer; return what is wrong with it, "" when nothing is."""
         self.cells[cell.group] = self.cells.get(cell.group, 0) + 1
-        if found := problem(cell, answer):
-            self.unexpected.append(f"{cell.group}, {cell.input}, {cell.face}: {found}")
+        found = problem(cell, answer)
+        if found:
+            found = f"{cell.group}, {cell.input}, {cell.face}: {found}"
+            self.unexpected.append(found)
+        return found
 
     @property
     def passed(self) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 import grpc
+from websockets.exceptions import ConnectionClosed
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
@@ -18,7 +19,7 @@ from tests.security.drills.http import connected, head, post
 from tests.security.drills.target import Target
 from tests.security.table.cells import Answer, Cell, Outcome, of_grpc, of_http
 from tests.security.table.inputs import Input
-from tests.support.socket_client import opened, request, until_over
+from tests.support.socket_client import opened, received, request
 from tests.support.stack import metadata
 
 TENANT: Final = "drills"
@@ -162,8 +163,14 @@ async def _socket(address: str, key: str, body: Any) -> Answer:
     began_s = now_s()
     async with asyncio.timeout(LIMIT_S), opened(f"http://{address}", key) as socket:
         await socket.send(request("a", body))
-        last = (await until_over(socket, "a"))[-1]
-    return of_http(int(last.get("status", 200)), json.dumps(last), now_s() - began_s)
+        try:
+            last: Any = {"type": "started"}
+            while last["type"] not in ("end", "answer", "error"):
+                last = await received(socket)
+        except ConnectionClosed as error:
+            return of_http(0, f"{error}", now_s() - began_s)
+    status = last.get("status", 400 if last["type"] == "error" else 200)
+    return of_http(int(status), json.dumps(last), now_s() - began_s)
 
 
 async def _rpc(address: str, key: str, method: str, generation: pb.Generation) -> Answer:

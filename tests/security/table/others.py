@@ -33,7 +33,7 @@ from tests.support.stack import metadata
 now_s = SystemClock().monotonic_s
 _COMPLETIONS: Final = "/v1/completions"
 # The process that serves a service in an installation of one host; of the followers there is none.
-_ROLES: Final = {
+ROLES: Final = {
     "InferenceService": "gateway",
     "GRPCInferenceService": "gateway",
     "SchedulerService": "scheduler",
@@ -181,7 +181,7 @@ def served_methods(target: Target) -> Iterator[tuple[MethodDescriptor, str, str]
     """Yield each method with the address that serves it and a credential that opens it."""
     internal = read_secret(StateDir.at(target.state), "internal_token")
     for method in rpc_methods():
-        role = _ROLES.get(method.containing_service.name)
+        role = ROLES.get(method.containing_service.name)
         if role is not None:
             access = method.GetOptions().Extensions[options_pb2.access]
             if options_pb2.ACCESS_TENANT in access:
