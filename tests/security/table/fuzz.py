@@ -100,9 +100,9 @@ def _fuzz_method(method: MethodDescriptor, address: str, key: str, examples: int
                 for _ in call(request, metadata=metadata(key), timeout=_STREAM_S if streams else _CALL_S):
                     pass
             except grpc.RpcError as error:
-                code = error.code()  # type: ignore[attr-defined]
+                code = error.code()
                 if code in _FAILURES:
-                    found.add(f"{path}: {code.name} {error.details()[:160]!r}")  # type: ignore[attr-defined]
+                    found.add(f"{path}: {code.name} {(error.details() or '')[:160]!r}")
 
         kind = message_factory.GetMessageClass(method.input_type)
         _draw(_wire(kind), max(3, examples // 4) if streams else examples, send)

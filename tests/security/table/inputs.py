@@ -45,7 +45,7 @@ NAMES: Final = {
     "wildcard": "*",
 }
 _TEMPLATE: Final = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-_SIZES: Final = {
+_SIZES: Final[dict[str, dict[str, Any]]] = {
     "n of a billion": {"n": 10**9},
     "n of zero": {"n": 0},
     "128 outputs of a whole context": {"n": 128, "max_tokens": 10**6},
@@ -85,7 +85,7 @@ _SIZES: Final = {
     "user of a megabyte": {"user": "u" * 2**20},
 }
 # Each alone is served; together, the like of it ended an engine somewhere.
-_COMBINATIONS: Final = {
+_COMBINATIONS: Final[dict[str, dict[str, Any]]] = {
     "grammar past its end": {"guided_choice": ["a"], "ignore_eos": True, "min_tokens": 4},
     "grammar with a masked token": {"guided_regex": "[ab]+", "logit_bias": {"64": -100.0, "65": -100.0}},
     "two grammars": {"guided_regex": "a", "guided_json": {"type": "object"}},

@@ -345,5 +345,5 @@ async def _published(target: Target, edit: Callable[[Path], object]) -> Answer:
     text = error.decode().replace(str(folder), "FOLDER")
     if process.returncode == 0:
         return Answer(Outcome.SERVED, "0", text)
-    outcome = Outcome.FAILED if "Traceback" in text or process.returncode < 0 else Outcome.REFUSED
+    outcome = Outcome.FAILED if "Traceback" in text or (process.returncode or 0) < 0 else Outcome.REFUSED
     return Answer(outcome, f"{process.returncode}", text, now_s() - began_s)

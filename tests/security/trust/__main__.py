@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import statistics
 import sys
@@ -34,6 +35,7 @@ from typing import Final
 
 import grpc
 import psutil
+import structlog
 
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
@@ -315,10 +317,15 @@ async def drill(secured: Stack, provider: OidcProvider, folder: Path) -> tuple[d
     lost = await asyncio.to_thread(audit_lost, secured, load.acknowledged, folder / "log")
     cells = Cells()
     callers = callers.renewed(provider)
-    await rpc_cells(secured, callers, cells)
-    await tenant_cells(secured, callers, cells)
-    await certificate_cells(secured, cells, folder)
-    await asyncio.to_thread(route_cells, secured, callers, cells)
+    for kind, sending in (
+        ("RPCs with credentials", rpc_cells(secured, callers, cells)),
+        ("resources of another tenant", tenant_cells(secured, callers, cells)),
+        ("RPCs with certificates", certificate_cells(secured, cells, folder)),
+        ("routes", asyncio.to_thread(route_cells, secured, callers, cells)),
+    ):
+        before = cells.count
+        await sending
+        say(f"{kind}: {cells.count - before} cells")
     wrong = [*load.failures, *cells.unexpected, *(f"no entry of {each}" for each in lost)]
     figures = {
         "rotations": len(ROTATIONS),
@@ -353,6 +360,7 @@ def run(folder: Path) -> tuple[dict[str, float], list[str]]:
 
 def main(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="python -m tests.security.trust").parse_args(arguments)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     with tempfile.TemporaryDirectory(prefix="fairway-trust-") as folder:
         figures, wrong = run(Path(folder))
     for each in wrong:
