@@ -45,7 +45,7 @@ def test_what_must_be_refused_is_not_served(answer: Answer) -> None:
         (of_grpc("UNKNOWN", "bug", 0.1), "the server failed: UNKNOWN"),
         (of_grpc("UNAVAILABLE", "Socket closed", 0.1), "the server failed: UNAVAILABLE"),
         (of_http(400, "Traceback (most recent call last)", 0.1), "the refusal has 'Traceback'"),
-        (of_http(400, "cannot read /root/model", 0.1), "the refusal has '/root/'"),
+        (of_http(400, "cannot read /tmp/model", 0.1), "the refusal has '/tmp/'"),
         (of_http(400, "<Parser object at 0x7f0000001>", 0.1), "the refusal has 'object at 0x'"),
         (of_http(400, "late", 20.0), "it took 20.0 s"),
     ],

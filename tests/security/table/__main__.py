@@ -33,7 +33,15 @@ from tests.security.table.cells import Answer, Cell, Outcome, Tally, grouped
 from tests.security.table.faces import generation_cells
 from tests.security.table.fuzz import fuzz_http, fuzz_messages
 from tests.security.table.inputs import INPUTS
-from tests.security.table.others import artifact_cells, http_cells, pickle_cells, publish_cells, rpc_cells
+from tests.security.table.others import (
+    artifact_cells,
+    framing_cells,
+    name_cells,
+    pickle_cells,
+    publish_cells,
+    route_cells,
+    rpc_cells,
+)
 from tests.support.stack import processes
 
 _HEAL_S: Final = 45.0
@@ -100,7 +108,9 @@ async def run(only: Sequence[str], root: Path, examples: int) -> Tally:
             table = Table(installation, canaries)
             cells = [
                 *generation_cells(target, (each for each in INPUTS if wanted(each.group, only))),
-                *http_cells(target),
+                *framing_cells(target),
+                *route_cells(target),
+                *name_cells(target),
                 *rpc_cells(target),
                 *pickle_cells(target, root),
                 *artifact_cells(target),

@@ -64,8 +64,8 @@ class _Marker:
 # --- HTTP ---------------------------------------------------------------------------------------
 
 
-def http_cells(target: Target) -> Iterator[Cell]:
-    """Two readings of one request, and routes in front of which authentication could be passed by."""
+def framing_cells(target: Target) -> Iterator[Cell]:
+    """Requests that two parsers could read in two ways."""
     gateway, key = target.gateways[0], target.keys[TENANT]
     body = json.dumps({"model": target.model, "prompt": "a", "max_tokens": 1}).encode()
     size, chunked = f"content-length: {len(body)}", "transfer-encoding: chunked"
@@ -94,8 +94,12 @@ def http_cells(target: Target) -> Iterator[Cell]:
     for name, version in (("HTTP/1.2", "1.2"), ("HTTP/2.0", "2.0"), ("HTTP/9.9", "9.9")):
         request = head(_COMPLETIONS, key, "connection: close", size, version=version) + body
         yield Cell("HTTP framing", name, "HTTP", partial(ask, gateway.http, request))
+
+
+def route_cells(target: Target) -> Iterator[Cell]:
+    """Spellings of a route that could pass authentication by, and methods that no port has, without a key."""
+    gateway = target.gateways[0]
     spellings = {
-        "Host of a public route": ("/v1/models", ("host: x/healthz",)),
         "forwarded host": ("/v1/models", ("x-forwarded-host: localhost", "x-forwarded-for: 127.0.0.1")),
         "rewritten address": ("/v1/models", ("x-original-url: /healthz", "x-rewrite-url: /healthz")),
         "role in a header": ("/v1/models", ("x-fairway-role: admin", "x-fairway-tenant: drills")),
@@ -115,6 +119,9 @@ def http_cells(target: Target) -> Iterator[Cell]:
     for name, (path, lines) in spellings.items():
         request = head(path, "", "connection: close", *lines, method="GET")
         yield Cell("before a credential", name, "HTTP", partial(ask, gateway.http, request))
+    for host in ("x/healthz", "x?", "localhost@x", ""):
+        request = head("/v1/models", "", "connection: close", method="GET", host=host)
+        yield Cell("before a credential", f"Host {host!r}", "HTTP", partial(ask, gateway.http, request))
     for path in ("/", "/metrics", "/readyz", "/v1/models", "/v1/files/x", "/v1/responses/x", "/v1/batches/x"):
         for method in ("DELETE", "PUT"):
             request = head(path, "", "connection: close", method=method)
@@ -122,6 +129,11 @@ def http_cells(target: Target) -> Iterator[Cell]:
                 if name == "HTTP" or path in ("/", "/metrics", "/readyz"):
                     face = name if name == "HTTP" else f"metrics of {name}"
                     yield Cell("DELETE on a port", f"{method} {path}", face, partial(ask, address, request))
+
+
+def name_cells(target: Target) -> Iterator[Cell]:
+    """Names in paths and of uploads that could leave where they belong."""
+    gateway, key = target.gateways[0], target.keys[TENANT]
     for name, text in NAMES.items():
         if len(text) > 4096 or "\n" in text:
             continue
