@@ -49,12 +49,24 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "IDEMPOTENCY_KEYS_EXCEEDED": (Fault.CLIENT, "Send without a key, or wait until old keys expire"),
     "OVER_COMMITMENT": (Fault.CLIENT, "Wait, or stay within the committed rate"),
     "SHARE_EXCEEDED": (Fault.CLIENT, "Wait until some of the tenant's own requests have ended"),
+    "KV_BUDGET_EXCEEDED": (
+        Fault.CLIENT,
+        "Request fewer tokens, or raise the tenant's share of KV",
+    ),
+    "RESIDENCY_UNAVAILABLE": (Fault.CLIENT, "Use a gateway and a deployment of the tenant's region"),
+    "KEY_DESTROYED": (Fault.CLIENT, "Nothing: the tenant was erased"),
     "SLOW_READER": (Fault.CLIENT, "Read the stream"),
     # The platform.
     "FAILED_PRECONDITION": (Fault.OURS, "The operator repairs the named resource, such as a model version"),
     "INTEGRITY_ERROR": (Fault.OURS, "The operator restores the damaged bytes"),
     "DOES_NOT_FIT": (Fault.OURS, "The operator adds memory"),
     "ENGINE_NOT_INSTALLED": (Fault.OURS, "The operator installs the engine"),
+    "SIGNATURE_MISSING": (Fault.OURS, "The operator signs the version, or deploys a signed one"),
+    "SIGNER_NOT_ALLOWED": (
+        Fault.OURS,
+        "The operator has an allowed signer sign the version",
+    ),
+    "SIGNATURE_INVALID": (Fault.OURS, "The operator signs the version again"),
     "VERSION_GONE": (Fault.OURS, "Send the request again from the beginning"),
     "POISONED_INPUT": (
         Fault.OURS,
@@ -63,6 +75,8 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "VERSION_FAILING": (Fault.OURS, "Wait for the time in retry-after"),
     "UNAVAILABLE": (Fault.OURS, "Send it again later"),
     "NO_WORKER_AVAILABLE": (Fault.OURS, "Send it again later"),
+    "ISOLATION_UNAVAILABLE": (Fault.OURS, "The operator assigns a node to the tenant, or waits for one"),
+    "KEY_UNAVAILABLE": (Fault.OURS, "Wait for the time in retry-after; the operator repairs the key service"),
     "NO_LEADER": (Fault.OURS, "Send it again later"),
     "QUEUE_FULL": (Fault.OURS, "Wait for the time in retry-after, or use another gateway"),
     "QUEUE_TIMEOUT": (Fault.OURS, "Wait for the time in retry-after"),

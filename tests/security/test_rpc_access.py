@@ -16,7 +16,7 @@ from services.rpc.interceptors.access import access_table
 from services.rpc.server import RpcServer, RpcService
 from tests.support.credentials import Credentials
 from tests.support.oidc_provider import oidc_provider
-from tests.support.rpc_services import rpc_methods, rpc_services
+from tests.support.rpc_services import called, rpc_methods, rpc_services
 from tests.support.stack import ROOT
 from tests.support.waiting import until
 
@@ -65,20 +65,6 @@ async def channel(credentials: Credentials) -> AsyncIterator[Any]:
     await server.stop(0)
     reading.cancel()
     await asyncio.wait({reading})
-
-
-async def call(channel: Any, method: Any, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    async with asyncio.timeout(30):
-        if method.client_streaming:  # no message: for the client a write after the refusal is INTERNAL
-            stream = channel.stream_stream(path)(metadata=metadata)
-            code: grpc.StatusCode = await stream.code()
-            return code
-        try:
-            await channel.unary_stream(path)(b"", metadata=metadata).read()
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-    return grpc.StatusCode.OK
 
 
 def test_every_method_has_a_rule() -> None:
@@ -158,7 +144,7 @@ async def test_a_caller_opens_what_its_rule_says_and_nothing_else(
 ) -> None:
     text = INTERNAL if caller == "internal token" else credentials.good[caller][0]
     for method in METHODS:
-        code = await call(channel, method, (("authorization", f"Bearer {text}"),))
+        code = await called(channel, method, (("authorization", f"Bearer {text}"),))
         if ALLOWED[caller] in _rule(method):
             let_in = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT)
             assert code in let_in, method.full_name
@@ -174,7 +160,7 @@ async def test_no_spoiled_credential_opens_a_method(channel: Any, credentials: C
         for name, text in spoiled.items():
             # Beyond the size of metadata the transport refuses; here is the size of a token.
             metadata = (("authorization", f"Bearer {text}"),) if text else ()
-            code = await call(channel, method, metadata)
+            code = await called(channel, method, metadata)
             of_role = name in credentials.without_role
             expected = grpc.StatusCode.PERMISSION_DENIED if of_role else grpc.StatusCode.UNAUTHENTICATED
             assert code is expected, (method.full_name, name)
@@ -203,7 +189,7 @@ async def test_odd_credentials_open_nothing(
         for name, value in metadata
     )
     method = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name["ListModels"]
-    assert await call(channel, method, metadata) is grpc.StatusCode.UNAUTHENTICATED
+    assert await called(channel, method, metadata) is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_health_answers_everybody(channel: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import statistics
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
+from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.leader_calls import GrpcQueues
+from services.adapters.ledger_stores import AUDIT, FolderLedger
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.controlplane.audit_log import AuditSequencer
 from services.controlplane.audit_reads import AuditReader
@@ -26,14 +30,15 @@ from services.controlplane.servicer import ControlPlaneServicer
 from services.core.audit import PENDING, AuditEntry
 from services.core.errors import Unauthenticated
 from services.core.generation import Principal
-from services.core.records import KeyRole, leader_key, load
+from services.core.records import KeyRole, Meta, Tenant, leader_key, load
 from services.ports.clock import Clock
 from services.ports.store import Committed, Put, Store
 from services.ports.usage import TileStore
 from services.rpc.channel import auth_metadata, open_channel
 from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
-from services.runtime.audit import AuditedStore, AuditRecorder
+from services.runtime.audit import AuditedStore, AuditRecorder, begin_call
+from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.election import StaticElection
@@ -220,3 +225,43 @@ async def exported(reader: AuditReader) -> dict[str, bytes]:
     """Return the objects of the log without an RPC, and so without an entry of the read."""
     async with aclosing(reader.export()) as objects:
         return {each.name: each.data async for each in objects if not each.last}
+
+
+async def times_of_changes(etcd: str, folder: Path, blocks: int = 20) -> dict[str, dict[str, float]]:
+    """Return the times of a change without an entry, and with one while the log is written, in turn."""
+    clock = SystemClock()
+    store = EtcdStore([etcd], clock)
+    pending = pending_of(store, clock)
+    audited = AuditedStore(store, pending, clock, source="controlplane", new_id=lambda: uuid4().hex)
+    sequencer = sequencer_of(
+        store,
+        FolderLedger(folder / "tiles", AUDIT),
+        pending,
+        clock,
+        folder,
+        leadership=StaticElection(await won(store)),
+    )
+    running = [asyncio.create_task(each) for each in (pending.run(), sequencer.run())]
+    services = [
+        ControlPlaneService(each, clock, Sealer(b"k" * 32), MemoryLimiter(clock)) for each in (store, audited)
+    ]
+    times: tuple[list[float], list[float]] = ([], [])
+    for block in range(blocks):
+        for number in range(100):
+            begin_call("ControlPlaneService/CreateTenant", Principal("root", KeyRole.ADMIN), "127.0.0.1")
+            began = time.perf_counter()
+            await services[block % 2].accounts.create_tenant(Tenant(Meta(f"t{block}-{number}")))
+            times[block % 2].append(1000 * (time.perf_counter() - began))
+            await asyncio.sleep(0.01)  # the pace of scripts, so that a block lasts as long as several batches
+        while (await store.list(PENDING)).entries:
+            await asyncio.sleep(0.05)
+    assert sequencer.problem() == ""
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await store.close()
+    without, with_entry = (statistics.quantiles(each, n=100) for each in times)
+    return {
+        name: {"without_ms": round(without[at], 2), "with_ms": round(with_entry[at], 2)}
+        for name, at in (("p50", 49), ("p99", 98))
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor, ServiceDescriptor
 
 import fairway.inference
@@ -51,3 +53,20 @@ def rpc_services() -> list[RpcService]:
 
 def rpc_methods() -> list[MethodDescriptor]:
     return [method for service in rpc_services() for method in service.descriptor.methods]
+
+
+async def called(
+    channel: Any, method: MethodDescriptor, metadata: tuple[tuple[str, str], ...]
+) -> grpc.StatusCode:
+    """Return the status of a call with an empty request; of a stream, without one."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    async with asyncio.timeout(30):
+        if method.client_streaming:  # no message: for the client a write after the refusal is INTERNAL
+            stream = channel.stream_stream(path)(metadata=metadata)
+            code: grpc.StatusCode = await stream.code()
+            return code
+        try:
+            await channel.unary_stream(path)(b"", metadata=metadata).read()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK

@@ -115,16 +115,9 @@ def gateway(environment: Environment) -> Role:
     def not_ready() -> str:
         return "; ".join(environment.health.problems())
 
-    def received() -> Received:
-        arrived, now_s = arrival(), clock.monotonic_s()
-        at_s = now_s if arrived.at_s is None else arrived.at_s
-        face = "session" if arrived.at_s is None else "grpc"
-        unix_us = int((clock.unix_s() - (now_s - at_s)) * 1e6)
-        request_id = environment.ids.request_id()
-        return Received(at_s, unix_us, request_id, face, arrived.traceparent, attempt=arrived.attempt)
-
     server = environment.server(
-        *_rpc_services(service, rows, received, not_ready, settings.heartbeat_s), identity=identity
+        *_rpc_services(service, rows, _receiver(environment), not_ready, settings.heartbeat_s),
+        identity=identity,
     )
 
     responses = _response_parts(environment, quotas, gateway_id)
@@ -169,6 +162,21 @@ def gateway(environment: Environment) -> Role:
     return Role(
         server, start=start, open=start_serving, drain=drain, checks=(draining, usage, *quotas.checks())
     )
+
+
+def _receiver(environment: Environment) -> Callable[[], Received]:
+    """Return what notes the arrival of the RPC that runs in the present task."""
+    clock = environment.clock
+
+    def received() -> Received:
+        arrived, now_s = arrival(), clock.monotonic_s()
+        at_s = now_s if arrived.at_s is None else arrived.at_s
+        face = "session" if arrived.at_s is None else "grpc"
+        unix_us = int((clock.unix_s() - (now_s - at_s)) * 1e6)
+        request_id = environment.ids.request_id()
+        return Received(at_s, unix_us, request_id, face, arrived.traceparent, attempt=arrived.attempt)
+
+    return received
 
 
 def _rpc_services(
@@ -416,13 +424,7 @@ def _gateway_ports(
         placements_pending=lambda: placement.pending,
         scheduler_connected=lambda: placement.connected,
     )
-    telemetry = GatewayTelemetry(
-        environment.metrics,
-        clock=clock,
-        tracing=environment.tracing,
-        lines=environment.request_lines,
-        slis=open_sli_recorder(environment),
-    )
+    telemetry = _telemetry(environment)
     ports = Ports(
         limiter=quotas.limiter,
         placement=placement,
@@ -444,6 +446,16 @@ def _gateway_ports(
         poisons=_poison_gate(environment, telemetry),
     )
     return ports, rows
+
+
+def _telemetry(environment: Environment) -> GatewayTelemetry:
+    return GatewayTelemetry(
+        environment.metrics,
+        clock=environment.clock,
+        tracing=environment.tracing,
+        lines=environment.request_lines,
+        slis=open_sli_recorder(environment),
+    )
 
 
 def _poison_gate(environment: Environment, telemetry: GatewayTelemetry) -> PoisonGate:

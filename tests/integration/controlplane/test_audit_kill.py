@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
-import statistics
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -25,27 +22,19 @@ from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.ledger_stores import AUDIT, FolderLedger
 from services.controlplane.audit_reads import AuditReader
-from services.controlplane.resources.accounts import Sealer
-from services.controlplane.service import ControlPlaneService
 from services.core.audit import PENDING
-from services.core.generation import Principal
-from services.core.records import TENANTS, KeyRole, Meta, Tenant
+from services.core.records import TENANTS
 from services.rpc.channel import auth_metadata, open_channel
-from services.runtime.audit import AuditedStore, begin_call
 from services.runtime.clock import SystemClock
-from simulator.stores.limiter import MemoryLimiter
 from tests.support.audited_plane import (
     ADMIN_KEY,
     KEY,
     audited_plane,
     exported,
     outside_of,
-    pending_of,
-    sequencer_of,
+    times_of_changes,
     verified,
-    won,
 )
-from tests.support.election import StaticElection
 
 CLOCK = SystemClock()
 KILLS = 12
@@ -145,39 +134,5 @@ async def test_kills_lose_and_double_no_acknowledged_change(own_etcd: Any, tmp_p
 @pytest.mark.sweep
 async def test_what_the_log_adds_to_a_change(own_etcd: Any, tmp_path: Path) -> None:
     """Prints the times of a change without an entry, and with one while the log is written, in turn."""
-    store = EtcdStore([own_etcd.address], CLOCK)
-    pending = pending_of(store, CLOCK)
-    audited = AuditedStore(store, pending, CLOCK, source="controlplane", new_id=lambda: uuid4().hex)
-    sequencer = sequencer_of(
-        store,
-        FolderLedger(tmp_path / "tiles", AUDIT),
-        pending,
-        CLOCK,
-        tmp_path,
-        leadership=StaticElection(await won(store)),
-    )
-    running = [asyncio.create_task(each) for each in (pending.run(), sequencer.run())]
-    services = [
-        ControlPlaneService(each, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK)) for each in (store, audited)
-    ]
-    times: tuple[list[float], list[float]] = ([], [])
-    for block in range(20):
-        for number in range(100):
-            begin_call("ControlPlaneService/CreateTenant", Principal("root", KeyRole.ADMIN), "127.0.0.1")
-            began = time.perf_counter()
-            await services[block % 2].accounts.create_tenant(Tenant(Meta(f"t{block}-{number}")))
-            times[block % 2].append(1000 * (time.perf_counter() - began))
-            await asyncio.sleep(0.01)  # the pace of scripts, so that a block lasts as long as several batches
-        while (await store.list(PENDING)).entries:
-            await asyncio.sleep(0.05)
-    assert sequencer.problem() == ""
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    await store.close()
-    without, with_entry = (statistics.quantiles(each, n=100) for each in times)
-    figures = {
-        name: {"without_ms": round(without[at], 2), "with_ms": round(with_entry[at], 2)}
-        for name, at in (("p50", 49), ("p99", 98))
-    }
+    figures = await times_of_changes(own_etcd.address, tmp_path)
     print(f"RESULT {figures}")

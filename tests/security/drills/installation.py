@@ -124,14 +124,21 @@ class Installation:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def started(cls, folder: Path) -> AsyncIterator[Installation]:
+    async def started(
+        cls, folder: Path, *, workers: int = 2, gateways: int = 2
+    ) -> AsyncIterator[Installation]:
         state = StateDir.at(folder)
         with _own_disk(state.logs, LOG_DISK_BYTES) as log_disk, _own_disk(state.data(""), STATE_DISK_BYTES):
             settings = {"FAIRWAY_DISK_RESERVE_BYTES": str(RESERVE_BYTES)}
             # The attacks are on what lies behind a handshake, from clients that have no certificate.
             options = ("--insecure",)
             starting = Stack.started(
-                folder, workers=2, replicas=2, gateways=2, settings=settings, options=options
+                folder,
+                workers=workers,
+                replicas=workers,
+                gateways=gateways,
+                settings=settings,
+                options=options,
             )
             stack = await asyncio.to_thread(starting.__enter__)
             try:
