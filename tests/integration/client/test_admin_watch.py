@@ -93,9 +93,9 @@ async def test_a_watch_goes_on_at_the_other_control_plane_after_its_last_revisio
 
 async def test_after_a_compaction_there_is_a_snapshot_again(planes: Fleet) -> None:
     async with planes.client() as admin:
-        await admin.tenants.create(tenant("acme"))
+        made = await admin.tenants.create(tenant("acme"))
         async with aclosing(admin.tenants.watch()) as news:
-            assert await take(news) == Snapshot({"acme": await admin.tenants.get("acme")})
+            assert await take(news) == Snapshot({"acme": made})
             for plane in planes.planes:
                 await plane.stop()
             for number in range(3):

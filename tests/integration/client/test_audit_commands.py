@@ -48,7 +48,7 @@ async def document(*arguments: str, plane: AuditedPlane | None = None) -> Any:
 
 async def test_entries_are_listed(plane: AuditedPlane) -> None:
     table = await said("list", "--action", "CreateTenant", plane=plane)
-    assert table.split("\t")[2:6] == ["root", "ControlPlaneService/CreateTenant", "acme", "OK"]
+    assert table.split("\t")[2:6] == ["root", "CreateTenant", "acme", "OK"]
     (entry,) = (await document("list", "--actor", "root", "--since", "1h", plane=plane))["entries"]
     assert (entry["resource"], entry["address"]) == ("acme", "127.0.0.1")
     assert await document("list", "--until", "1h", plane=plane) == {"entries": []}
