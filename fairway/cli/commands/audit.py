@@ -136,7 +136,7 @@ def _log_in(folder: Path | None, target: targets.Target | None) -> Iterator[Path
 
 
 async def _fetched(target: targets.Target, folder: Path) -> None:
-    async with admin_client(target.address, admin_key=target.key) as admin:
+    async with admin_client(target.address, admin_key=target.key, tls_dir=target.tls_dir) as admin:
         await _fetch(admin, folder)
 
 
