@@ -76,14 +76,14 @@ def gateway(address: str, api_key: str, state_dir: Path) -> Target:
     """Return the gateway to call. Raises CliError if neither flags, environment nor file name one."""
     found = _endpoints(state_dir)
     known = (_several(found.gateways, found.grpc), found.api_key) if found else ("", "")
-    return _target("gateway", address, api_key, known, _of_clients(found, state_dir))
+    return _target("gateway", address, api_key, known, _of_clients(found))
 
 
 def http_api(url: str, api_key: str, state_dir: Path) -> Target:
     """Return the HTTP API to call; its address is a URL. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.http, found.api_key) if found else ("", "")
-    target = _target("http", url, api_key, known, _of_clients(found, state_dir))
+    target = _target("http", url, api_key, known, _of_clients(found))
     try:
         login = None if target.key else valid_login(login_file())
     except LoginFailed as exc:
@@ -100,14 +100,14 @@ def controlplane(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the control plane to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (_several(found.controlplanes, found.controlplane), found.admin_key) if found else ("", "")
-    return _target("controlplane", address, admin_key, known, _tls_dir(found, state_dir))
+    return _target("controlplane", address, admin_key, known, _tls_dir(found))
 
 
 def registry(address: str, admin_key: str, state_dir: Path) -> Target:
     """Return the registry to call. Raises CliError like ``gateway``."""
     found = _endpoints(state_dir)
     known = (found.registry, found.admin_key) if found else ("", "")
-    return _target("registry", address, admin_key, known, _tls_dir(found, state_dir))
+    return _target("registry", address, admin_key, known, _tls_dir(found))
 
 
 def default_model(model: str, state_dir: Path) -> str:
@@ -129,24 +129,25 @@ def _endpoints(state_dir: Path) -> Endpoints | None:
     return Endpoints.load(StateDir.at(state_dir).endpoints)
 
 
-def _tls_dir(found: Endpoints | None, state_dir: Path) -> Path | None:
-    """Return the folder of the certificate for roles: the variable's, else the installation's."""
-    if named := os.environ.get(TLS_DIR):
-        return Path(named)
-    if found is not None:
-        return Path(found.tls_dir) if found.tls_dir else None
-    folder = StateDir.at(state_dir).operator_certs
-    return folder if folder.exists() else None
+def _tls_dir(found: Endpoints | None) -> Path | None:
+    """Return the folder of the installation's certificate for roles; None: they serve without TLS."""
+    return Path(found.tls_dir) if found is not None and found.tls_dir else None
 
 
-def _of_clients(found: Endpoints | None, state_dir: Path) -> Path | None:
+def _of_clients(found: Endpoints | None) -> Path | None:
     """Return the same for gateways, which have TLS if their URL has."""
-    is_plain = not os.environ.get(TLS_DIR) and (found is None or not found.http.startswith("https://"))
-    return None if is_plain else _tls_dir(found, state_dir)
+    return _tls_dir(found) if found is not None and found.http.startswith("https://") else None
 
 
 def _target(name: str, address: str, key: str, known: tuple[str, str], tls_dir: Path | None) -> Target:
-    """Return the target of the given address and key, or of the installation's."""
+    """Return the target of the given address and key, or of the installation's.
+
+    ``tls_dir`` is for the addresses in ``known``; FAIRWAY_TLS_DIR is for every address.
+    """
+    if named := os.environ.get(TLS_DIR):
+        tls_dir = Path(named)
+    elif address and address not in (known[0], *known[0].split(",")):
+        tls_dir = None
     flag = "grpc" if name == "gateway" else name
     has_login = load(login_file()) is not None
     if not key and not (address and has_login):

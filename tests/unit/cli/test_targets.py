@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,24 @@ def test_another_server_gets_the_login_and_no_key_of_this_machine(tmp_path: Path
     for find in (targets.controlplane, targets.registry, targets.gateway):
         assert find("other:1", "", state) == Target("other:1", "")  # the client reads and renews it
     assert targets.http_api("https://other", "", state) == Target("https://other", "to.ke.n")
+
+
+def test_the_certificate_of_an_installation_is_for_its_own_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / ".fairway"
+    state.mkdir()
+    known = Endpoints("https://h", "g:1", "api", "admin", "m", controlplane="c:1", tls_dir="/certs")
+    replace(known, controlplanes=("c:1", "c:2")).save(StateDir.at(state).endpoints)
+    for own in ("", "c:2", "c:1,c:2"):
+        assert targets.controlplane(own, "k", state).tls_dir == Path("/certs")
+    assert targets.gateway("", "k", state).tls_dir == Path("/certs")
+    assert targets.controlplane("other:1", "k", state).tls_dir is None
+    StateDir.at(state).operator_certs.mkdir(parents=True)  # as an installation that was stopped leaves it
+    StateDir.at(state).endpoints.unlink()
+    assert targets.controlplane("other:1", "k", state).tls_dir is None
+    monkeypatch.setenv("FAIRWAY_TLS_DIR", "/mine")
+    assert targets.controlplane("other:1", "k", state).tls_dir == Path("/mine")
 
 
 def test_without_key_and_login_there_is_nothing_to_present(tmp_path: Path) -> None:

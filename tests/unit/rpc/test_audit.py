@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from typing import Any, Final
 
 import pytest
@@ -13,7 +14,7 @@ from fairway.v1 import controlplane_pb2, registry_pb2, worker_pb2
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.rpc.interceptors.audit import changes_of, note_request
-from services.runtime.audit import audited_call, begin_call
+from services.runtime.audit import AuditedCall, audited_call, begin_call
 from tests.support.drawn_messages import messages
 
 SERVICES: Final = [
@@ -34,16 +35,22 @@ def test_each_method_is_a_change_unless_it_reads() -> None:
     assert "/fairway.v1.WorkerService/Execute" not in CHANGES
 
 
+def _noted(message: Any) -> AuditedCall:
+    """Return a call with this request. It is the call of the present context, which must end with it."""
+    begin_call("Service/Method", Principal("root", KeyRole.ADMIN), "127.0.0.1")
+    note_request(message)
+    call = audited_call()
+    assert call is not None
+    return call
+
+
 @pytest.mark.parametrize("method", sorted(CHANGES))
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_request_is_noted_by_its_names_alone(method: str, data: st.DataObject) -> None:
     kind: Any = message_factory.GetMessageClass(METHODS[method].input_type)
     message = data.draw(messages(kind))
-    begin_call("Service/Method", Principal("root", KeyRole.ADMIN), "127.0.0.1")
-    note_request(message)
-    call = audited_call()
-    assert call is not None
+    call = copy_context().run(_noted, message)
     names = {
         each.name
         for field, value in message.ListFields()
