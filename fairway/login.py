@@ -21,8 +21,8 @@ from fairway.cli.state import read_json, write_private
 from fairway.http_json import FetchFailed, request_json
 
 _RENEW_S: Final = 60.0  # a token that ends within this time is renewed first
-_RETRY_S: Final = 5.0  # between attempts while the provider is away and the token is still valid
-_LIFETIME_S: Final = 300.0  # of a token whose provider states none
+_RETRY_S: Final = 5.0  # pause between attempts while the provider is away and the token is valid
+_LIFETIME_S: Final = 300.0  # lifetime of a token whose provider states none
 _INTERVAL_S: Final = 5.0
 _LONGEST_S: Final = 1800.0
 _DEVICE_GRANT: Final = "urn:ietf:params:oauth:grant-type:device_code"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME: Final = "manifest.json"
 MAX_BUNDLE_BYTES: Final = 32 * 1024
-MAX_BUNDLES: Final = 8  # of one version
+MAX_BUNDLES: Final = 8  # most signatures of one version
 _CURVES: Final = (ec.SECP256R1, ec.SECP384R1)
 
 

@@ -96,7 +96,7 @@ class AuditSequencer:
         self._new_id = new_id
         self._epoch = 0  # the term in which the head was read
         self._head = AuditHead("")
-        self._revision = 0  # of the head
+        self._revision = 0  # mod revision of the head
         self._frontier = Frontier()
         self._published = ""
         self._taken: set[str] = set()  # keys of the last batch

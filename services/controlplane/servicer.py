@@ -497,7 +497,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def ListUsage(self, request: pb.ListUsageRequest, context: Context) -> pb.ListUsageResponse:
         if tenant := caller_tenant():
             if request.tenant not in ("", tenant):
-                return pb.ListUsageResponse()  # as of a tenant that does not exist
+                return pb.ListUsageResponse()  # the answer for a tenant that does not exist
             request.tenant = tenant
         return await self._usage.page(request, forwarded=not caller())
 

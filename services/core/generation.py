@@ -257,8 +257,8 @@ class StartSpec:
     apart_tokens: int = 0  # tokens of a suspect of a crash that come from steps of its own
     embed: bool = False  # it ends with its prefill: with the last token's hidden state, without output
     scored_tokens: int = 0  # prompt tokens whose log-probabilities an earlier run sent
-    node_group: str = ""  # as in ``PlaceSpec``
-    kv_share: float = 0.0  # as in ``PlaceSpec``
+    node_group: str = ""  # the one of ``PlaceSpec``
+    kv_share: float = 0.0  # the one of ``PlaceSpec``
 
     @property
     def prefill_tokens(self) -> int:

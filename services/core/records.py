@@ -220,7 +220,7 @@ class Tenant:
 class WrappedKey:
     """A generation of a tenant's data key, encrypted by a key-encryption key. Bytes are hex."""
 
-    key_id: str  # in the header of what it sealed
+    key_id: str  # the id in the header of what it sealed
     wrapper: str  # name of the key-encryption key
     data: str
     create_unix_s: float = 0.0

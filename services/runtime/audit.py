@@ -151,7 +151,7 @@ class AuditRecorder:
         self._source = source
         self._process = process
         self._waiting: dict[tuple[str, ...], AuditEntry] = {}
-        self._sent: list[tuple[tuple[str, ...], AuditEntry]] = []  # those that the next commit contains
+        self._sent: list[tuple[tuple[str, ...], AuditEntry]] = []  # entries of the next commit
         self._next = MAX_UNSEQUENCED
 
     @property

@@ -115,7 +115,7 @@ class Submit(EngineMessage, frozen=True):
     # Tokens of the prompt whose log-probabilities an earlier run reported.
     scored_tokens: int = 0
     adapter: int = 0  # loaded adapter that computes it; 0: the base alone
-    tenant: str = ""  # whose KV budget its blocks count in
+    tenant: str = ""  # the tenant whose KV budget counts its blocks
     kv_share: float = 0.0  # share of the pool that the tenant may hold; 0: no budget
 
 

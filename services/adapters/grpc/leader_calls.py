@@ -4,7 +4,7 @@ successor within the call's time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import grpc
 from google.protobuf.message import Message
@@ -38,7 +38,9 @@ USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of t
 
 
 class LeaderCalls:
-    """Keeps a channel to the last leader; the owner closes it. ``role`` names the leader in errors."""
+    """Keeps a channel to the last leader; the owner closes it. ``ROLE`` names the leader in errors."""
+
+    ROLE: ClassVar[str]
 
     def __init__(
         self,
@@ -46,14 +48,11 @@ class LeaderCalls:
         internal_token: str,
         clock: Clock,
         certificates: Certificates | None = None,
-        *,
-        role: str,
     ) -> None:
         self._directory = directory
         self._metadata = auth_metadata(internal_token)
         self._clock = clock
         self._certificates = certificates
-        self._role = role
         self._channel: RoleChannel | None = None
 
     async def call(self, method: Method, request: Message, timeout_s: float) -> Any:
@@ -67,7 +66,7 @@ class LeaderCalls:
                 except Unavailable as failure:
                     error = failure
             leader = await self._directory.wait_changed(leader, left_s)
-        raise NoLeader(f"no {self._role} leads that can be reached: {self._why(error)}", retry_after_s=1.0)
+        raise NoLeader(f"no {self.ROLE} leads that can be reached: {self._why(error)}", retry_after_s=1.0)
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -77,7 +76,7 @@ class LeaderCalls:
     async def _call(self, leader: LeaderAddress, method: Method, request: Message, timeout_s: float) -> Any:
         if self._channel is None or self._channel.address != leader.address:
             await self.close()
-            role = self._role.replace(" ", "")
+            role = self.ROLE.replace(" ", "")
             self._channel = RoleChannel(leader.address, role, self._certificates)
         try:
             return await method(self._channel())(request, timeout=timeout_s, metadata=self._metadata)
@@ -86,11 +85,11 @@ class LeaderCalls:
 
     def _error_of(self, failure: grpc.aio.AioRpcError, leader: LeaderAddress) -> FairwayError:
         if failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return NoLeader(f"the {self._role} at {leader.address} does not answer")
+            return NoLeader(f"the {self.ROLE} at {leader.address} does not answer")
         return from_rpc_error(failure)
 
     def _why(self, error: FairwayError | None) -> str:
-        return f"no leader exists; start a {self._role}" if error is None else error.message
+        return f"no leader exists; start a {self.ROLE}" if error is None else error.message
 
 
 class GrpcQueues(LeaderCalls):
@@ -98,6 +97,8 @@ class GrpcQueues(LeaderCalls):
 
     Each call raises NoLeader within a bounded time when no scheduler leads.
     """
+
+    ROLE = "scheduler"
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class GrpcQueues(LeaderCalls):
         *,
         timeout_s: float = QUEUES_S,
     ) -> None:
-        super().__init__(directory, internal_token, clock, certificates, role="scheduler")
+        super().__init__(directory, internal_token, clock, certificates)
         self._timeout_s = timeout_s
 
     async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
@@ -139,14 +140,7 @@ class GrpcSlis(LeaderCalls):
     Implements the gateway's port and ``controlplane.objectives.servicer.LeadingSlis``.
     """
 
-    def __init__(
-        self,
-        directory: LeaderDirectory,
-        internal_token: str,
-        clock: Clock,
-        certificates: Certificates | None = None,
-    ) -> None:
-        super().__init__(directory, internal_token, clock, certificates, role="control plane")
+    ROLE = "control plane"
 
     async def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
         request = slis_pb2.ReportSlisRequest(
@@ -178,14 +172,7 @@ class GrpcUsage(LeaderCalls):
     Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.servicer.LeadingLedger``.
     """
 
-    def __init__(
-        self,
-        directory: LeaderDirectory,
-        internal_token: str,
-        clock: Clock,
-        certificates: Certificates | None = None,
-    ) -> None:
-        super().__init__(directory, internal_token, clock, certificates, role="control plane")
+    ROLE = "control plane"
 
     async def report(
         self, source: str, first: int, events: Sequence[usage_pb2.UsageEvent], lost_until: int, apart: int

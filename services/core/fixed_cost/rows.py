@@ -81,7 +81,7 @@ class RowsRequest(Struct, frozen=True):
     priority: Priority
     route_revision: int = 0
     tenant_weight: float = 1.0
-    node_group: str = ""  # as in ``RowSpec``
+    node_group: str = ""  # the one of ``RowSpec``
     deadline_s: float = float("inf")  # deadline on the injected clock
     traceparent: str = ""
     target_s: float = 0.0  # target from its receipt to its answer, by the class's objective; 0: none

@@ -32,7 +32,7 @@ MAX_CONNECTIONS: Final = 64
 MAX_PER_SOURCE: Final = 16
 HEAD_TIMEOUT_S: Final = 2.0
 TIMEOUT_S: Final = 5.0
-ROLES: Final = ("monitor", "operator")  # whose certificates read the metrics
+ROLES: Final = ("monitor", "operator")  # roles whose certificates read the metrics
 _OPENMETRICS: Final = "application/openmetrics-text"
 _TEXT: Final = "text/plain; charset=utf-8"
 _REASONS: Final = {

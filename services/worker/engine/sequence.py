@@ -108,7 +108,7 @@ class SequenceState:
     # Tokens of the prompt whose log-probabilities were reported.
     scored: int = 0
     adapter: int = 0  # the adapter that computes it; 0: the base alone
-    tenant: str = ""  # whose KV budget its blocks count in
+    tenant: str = ""  # the tenant whose KV budget counts its blocks
     kv_share: float = 0.0  # share of the pool that the tenant may hold; 0: no budget
 
     @property

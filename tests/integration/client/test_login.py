@@ -144,7 +144,7 @@ async def test_a_login_is_confirmed_used_renewed_and_revoked(
         assert "LOGIN_ENDED" in (await home.run("whoami", *to, code=5))[1]
         provider.refused = ""
 
-        await home.run("login")  # at the same provider
+        await home.run("login")  # The provider is the same.
         refresh = provider.refreshes.copy()
         await home.run("logout")
         assert provider.requests[-1] == "/revoke"

@@ -6,6 +6,7 @@ Each implementation states how far a row's result depends on the rows that are c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,6 +122,16 @@ class _Gated:
         return F.silu(gate) * up
 
 
+def in_company(product: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Return the product of ``x``, [rows, in] in most cases; a single row together with one of zeros.
+
+    oneDNN sums a row alone in another order than one in company where it is wider than 1,024.
+    """
+    if x.dim() == 2 and len(x) == 1:
+        return product(F.pad(x, (0, 0, 0, 1)), *rest)[:1]
+    return product(x, *rest)
+
+
 PACKED_FOR_ROWS = 64  # a hint to the packing, not a limit
 
 
@@ -131,8 +142,7 @@ class Linear:
 
     ``F.linear`` repacks the weight at each call on CPUs. oneDNN's packed form skips that. In float32 its
     result for a row was the same in every number of rows from 2 to 512 that was tried, on processors with
-    AVX512; a single row was summed in another order where inputs are wider than 1,024, so it is computed
-    together with a row of zeros. This is an observation and no promise, unlike that of ``native``; in
+    AVX512, and no row is computed alone. This is an observation and no promise, unlike that of ``native``; in
     bfloat16 the result does depend on the number of rows. The operators are private to torch: detected, not
     assumed.
     """
@@ -144,12 +154,13 @@ class Linear:
         self._weight: Any = _pack(weight) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed and len(x) == 1:
-            return self(F.pad(x, (0, 0, 0, 1)))[:1]
         if self._packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
+            return in_company(self._product, x)
         return F.linear(x, self._weight, self._bias)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return residual [rows, out] plus what calling it returns."""

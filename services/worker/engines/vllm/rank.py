@@ -8,7 +8,6 @@ receives those that came since the step before, so that no rank needs another's 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from fairway.formats.decoder_config import ModelConfig
 from services.runtime.process.child import die_with_parent
 from services.worker.engine.execute.executor import RuledRows, Samples, StepMasks
+from services.worker.engine.execute.operators import in_company
 from services.worker.engine.execute.step_rows import SamplingRows
 from services.worker.engine.execute.torch_executor import ScoredChunk, ScoredRows, launch_scores
 from services.worker.engine.load.memory_meter import meter_for, own_bytes
@@ -69,7 +68,7 @@ class FairwayRank:
         """Return what loading took. ``before`` is what a process without weights has of the host's memory."""
         for module in self.model_runner.model.modules():
             if callable(product := getattr(module, "cpu_linear", None)):
-                module.cpu_linear = partial(_never_alone, product)
+                module.cpu_linear = partial(in_company, product)
         if self.model_runner.device.type == "cuda":
             return torch.cuda.memory_allocated(self.model_runner.device)
         return max(0, own_bytes() - before)
@@ -152,16 +151,6 @@ class FairwayRank:
         scored = ScoredRows(torch.cat(rows), torch.tensor(targets), chunks)
         states = hidden[scored.rows.to(hidden.device)]
         return launch_scores(lambda some: runner.model.compute_logits(some).float(), states, scored, TORCH)
-
-
-def _never_alone(product: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Return the product of ``x``, a single row together with one of zeros.
-
-    oneDNN sums a row alone in another order than one in company where it is wider than 1,024.
-    """
-    if x.dim() == 2 and len(x) == 1:
-        return product(F.pad(x, (0, 0, 0, 1)), *rest)[:1]
-    return product(x, *rest)
 
 
 def _append(runner: Any, request: str, tokens: list[int]) -> None:
