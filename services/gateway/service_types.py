@@ -16,6 +16,7 @@ from services.core.usage import RequestUsage
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import OutsideKills, RetryBudget
+from services.gateway.requests.egress import EgressGate
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -111,6 +112,8 @@ class Ports:
     retries: RetryBudget = field(default_factory=RetryBudget)
     # The kills of engines that this gateway's sequences observed.
     kills: OutsideKills = field(default_factory=OutsideKills)
+    # Holds output back to the egress rates of tenants; None: nothing is held.
+    egress: EgressGate | None = None
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
 

@@ -38,10 +38,12 @@ from services.core.records import (
     DEPLOYMENTS,
     OBJECTIVES,
     QUARANTINE,
+    TENANTS,
     WORKERS,
     Budget,
     Deployment,
     Objective,
+    Tenant,
     Worker,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
@@ -60,6 +62,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
+from services.gateway.requests.egress import EgressGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.residency import ResidentWorkers
@@ -444,8 +447,19 @@ def _gateway_ports(
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
         poisons=_poison_gate(environment, telemetry),
+        egress=_egress_gate(environment, quotas),
     )
     return ports, rows
+
+
+def _egress_gate(environment: Environment, quotas: GatewayQuotas) -> EgressGate:
+    tenants, gateways = environment.informer(TENANTS, Tenant), quotas.gateways
+
+    def tenant_of(tenant_id: str) -> Tenant | None:
+        held = tenants.view.get(TENANTS + tenant_id)
+        return None if held is None else held.record
+
+    return EgressGate(tenant_of, lambda: len(gateways.view), environment.clock, environment.metrics)
 
 
 def _telemetry(environment: Environment) -> GatewayTelemetry:

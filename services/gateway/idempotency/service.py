@@ -13,12 +13,13 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, PinnedVersion
-from services.gateway.events import Handle, Received, RequestSink
+from services.gateway.events import BATCH_FACE, Handle, Received, RequestSink
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.record_reader import EarlierRun
 from services.gateway.idempotency.records import KeyedRecords
 from services.gateway.idempotency.types import KeyedPorts
+from services.gateway.requests.egress import ChargedReplay
 from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import Resume, RunTerms
 from services.gateway.requests.validate import Validator
@@ -77,6 +78,9 @@ class IdempotentService(GatewayService):
         bounds.check(generation)
         self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
+        if (gate := self._ports.egress) is not None and received.face != BATCH_FACE:
+            egress = gate.stream(tenant_id)
+            sink = ChargedReplay(sink, egress) if egress.limited else sink
         return self.records.attach(
             record_key(self.names_secret, tenant_id, generation.idempotency_key, received),
             fingerprint(self.names_secret, tenant_id, generation, received),
