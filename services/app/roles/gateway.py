@@ -38,12 +38,10 @@ from services.core.records import (
     DEPLOYMENTS,
     OBJECTIVES,
     QUARANTINE,
-    TENANTS,
     WORKERS,
     Budget,
     Deployment,
     Objective,
-    Tenant,
     Worker,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
@@ -299,6 +297,7 @@ def _gateway_services(
         ports,
         report_usage=outbox.add,
         serves=catalog.serves,
+        egress=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(
@@ -447,19 +446,8 @@ def _gateway_ports(
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
         poisons=_poison_gate(environment, telemetry),
-        egress=_egress_gate(environment, quotas),
     )
     return ports, rows
-
-
-def _egress_gate(environment: Environment, quotas: GatewayQuotas) -> EgressGate:
-    tenants, gateways = environment.informer(TENANTS, Tenant), quotas.gateways
-
-    def tenant_of(tenant_id: str) -> Tenant | None:
-        held = tenants.view.get(TENANTS + tenant_id)
-        return None if held is None else held.record
-
-    return EgressGate(tenant_of, lambda: len(gateways.view), environment.clock, environment.metrics)
 
 
 def _telemetry(environment: Environment) -> GatewayTelemetry:

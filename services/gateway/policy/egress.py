@@ -14,7 +14,7 @@ from typing import Final
 
 from services.core.records import Tenant
 
-BURST_S: Final = 1.0  # a bucket holds the tokens of so much time
+BURST_S: Final = 1.0  # a bucket holds the tokens of so much time, and one
 _MAX_SHARE: Final = 1 << 20
 
 
@@ -40,7 +40,8 @@ def egress_rates(tenant: Tenant, gateways: int) -> EgressRates | None:
 
 
 def _burst(rate: float) -> float:
-    return max(1.0, rate * BURST_S) if rate else math.inf
+    # One token more, so that a bucket of few tokens earns while a whole one waits for its turn.
+    return 1.0 + rate * BURST_S if rate else math.inf
 
 
 class EgressBucket:
@@ -109,5 +110,5 @@ class TenantEgress:
         self.bucket.level -= tokens
         wait.bucket.level -= tokens
         wait.wanted -= tokens
-        found[wait] = found.get(wait, 0) + tokens
+        found[wait] = found.pop(wait, 0) + tokens  # last, so that its turn is after all others
         return wait.wanted > 0

@@ -45,6 +45,16 @@ class EgressGate:
             "Time that output waited for its tenant's egress rates, from when its reader had room for it",
             ("tenant",),
         )
+        metrics.level(
+            "fairway_gateway_egress_waiting",
+            "Choices and answers that wait for the egress rates of their tenants",
+            lambda: float(self.waiting),
+        )
+
+    @property
+    def waiting(self) -> int:
+        """How many choices and answers wait."""
+        return sum(len(egress.waits) for egress in self._tenants.values())
 
     def rates(self, tenant_id: str) -> EgressRates | None:
         """Return the present rates of a tenant; None without a limit."""
