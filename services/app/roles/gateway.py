@@ -297,7 +297,7 @@ def _gateway_services(
         ports,
         report_usage=outbox.add,
         serves=catalog.serves,
-        egress=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
+        gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(

@@ -13,7 +13,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.gateway.catalog import ModelCatalog, PinnedVersion
-from services.gateway.events import BATCH_FACE, Handle, Received, RequestSink
+from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.record_reader import EarlierRun
@@ -78,9 +78,9 @@ class IdempotentService(GatewayService):
         bounds.check(generation)
         self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
-        if (gate := self._ports.egress) is not None and received.face != BATCH_FACE:
-            egress = gate.stream(tenant_id)
-            sink = ChargedReplay(sink, egress) if egress.limited else sink
+        egress = self._ports.egress(tenant_id, received)
+        if egress is not None and egress.limited:
+            sink = ChargedReplay(sink, egress)
         return self.records.attach(
             record_key(self.names_secret, tenant_id, generation.idempotency_key, received),
             fingerprint(self.names_secret, tenant_id, generation, received),

@@ -21,7 +21,6 @@ from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
 from services.gateway.catalog import ModelCatalog
-from services.gateway.events import BATCH_FACE
 from services.gateway.idempotency.record_codec import terms_of
 from services.gateway.policy.claims import (
     NO_BOUNDS,
@@ -31,11 +30,10 @@ from services.gateway.policy.claims import (
     usage_claims,
 )
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
-from services.gateway.requests.egress import StreamEgress
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
-from services.gateway.requests.terms import Admitted, Resume, RunTerms
+from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
@@ -118,12 +116,8 @@ class RequestAdmission:
             spec, quota.reservation, payer, ticket, terms, ports, limits, telemetry, degradations
         )
         reroute = partial(self._reroute, principal, generation, bounds)
-        return replace(admitted, price=price, reroute=reroute, egress=self._egress(principal, terms))
-
-    def _egress(self, principal: Principal, terms: RunTerms) -> StreamEgress | None:
-        """Return what the output leaves through; that of a batch's line is written to a file."""
-        gate = self._ports.egress
-        return None if gate is None or terms.received.face == BATCH_FACE else gate.stream(principal.tenant_id)
+        egress = ports.egress(principal.tenant_id, terms.received)
+        return replace(admitted, price=price, reroute=reroute, egress=egress)
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None

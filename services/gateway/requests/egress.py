@@ -61,10 +61,6 @@ class EgressGate:
         tenant = self._tenant_of(tenant_id)
         return None if tenant is None else egress_rates(tenant, self._gateways())
 
-    def stream(self, tenant_id: str) -> StreamEgress:
-        """Return what the output of a new request leaves through."""
-        return StreamEgress(self, tenant_id)
-
     def add(self, tenant_id: str, wait: EgressWait) -> None:
         """Have output wait; it leaves at once if the rates permit and nothing waits already."""
         egress = self._of(tenant_id)

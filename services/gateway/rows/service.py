@@ -301,8 +301,8 @@ class RowsService:
             follower.cancel()
             raise
         answer = decode_answer(finished, replayed=not client.runs)
-        if answer.replayed and (gate := self._parts.ports.egress) is not None:
-            gate.stream(tenant_id).charge(answer_tokens(answer.outputs))
+        if answer.replayed and (egress := self._parts.ports.egress(tenant_id, received)) is not None:
+            egress.charge(answer_tokens(answer.outputs))
         return answer
 
     def _launch(

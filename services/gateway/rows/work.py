@@ -190,8 +190,9 @@ class Rows:
                 end.error.metadata.setdefault("row", str(index))
                 raise end.error
         outputs = self._job.join(ends, ready.signature)
-        if (gate := self._ports.egress) is not None:
-            await gate.stream(self._payer.tenant.meta.name).answer(answer_tokens(outputs))
+        egress = self._ports.egress(self._payer.tenant.meta.name, self._request.terms.received)
+        if egress is not None:
+            await egress.answer(answer_tokens(outputs))
         # The whole answer arrives at once: its time is the time to the first output.
         self._request.telemetry.pace().tokens(1, self._ports.clock.monotonic_s())
         self._ports.telemetry.rows_ended(ready.route.model, len(ends))

@@ -12,7 +12,7 @@ from services.core import errors
 from services.core.generation import FinishReason, StartSpec, TokenLogprobs
 from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished
-from services.gateway.requests.egress import TICK_S, ChargedReplay, EgressGate
+from services.gateway.requests.egress import TICK_S, ChargedReplay, EgressGate, StreamEgress
 from services.ports.clock import Clock
 from services.ports.worker import SequenceSink
 from services.runtime.telemetry.metrics import Metrics
@@ -102,9 +102,9 @@ class Tenants:
 class EgressHarness(Harness):
     def __init__(self, tenants: Tenants, *scripts: Script, worker: Worker | None, choices: int) -> None:
         super().__init__(*scripts, choices=choices, timeout_s=30.0)
-        self.egress = tenants.gate.stream("acme")
+        self.egress = StreamEgress(tenants.gate, "acme")
         self.sink = self.reader = Reader(self)
-        ports = replace(self.ports, egress=tenants.gate)
+        ports = replace(self.ports, gate=tenants.gate)
         self.use(ports if worker is None else replace(ports, workers=worker))
 
 
@@ -188,7 +188,7 @@ async def test_a_request_whose_first_token_is_not_paid_for_is_not_placed() -> No
 async def test_an_answer_waits_for_the_debt_of_the_one_before() -> None:
     clock = HandClock()
     tenants = Tenants(tenant=100, clock=clock)
-    egress = tenants.gate.stream("acme")
+    egress = StreamEgress(tenants.gate, "acme")
     await egress.answer(151)
     second = asyncio.create_task(egress.answer(1))
     for _ in range(5):
@@ -203,7 +203,7 @@ async def test_an_answer_waits_for_the_debt_of_the_one_before() -> None:
 
 async def test_a_replay_is_charged_and_not_held() -> None:
     tenants = Tenants(tenant=100, clock=HandClock())
-    egress, sink = tenants.gate.stream("acme"), Sink()
+    egress, sink = StreamEgress(tenants.gate, "acme"), Sink()
     for replayed in (False, True):
         replay = ChargedReplay(sink, egress)
         replay.on_accepted(Accepted("req", "m", "sha256:x", 1, 0, 3, replayed=replayed))
