@@ -438,7 +438,6 @@ async def _gateway(
         responses=cache if options.responses is not None else None,
         gate=EgressGate(Identity(fleet).record, lambda: 1, CLOCK, metrics),
     )
-    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),
@@ -457,7 +456,7 @@ async def _gateway(
         identity=identity,
         catalog=Prices(),  # type: ignore[arg-type]
         ports=ports,
-        limits=limits,
+        limits=GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens),
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:

@@ -89,7 +89,9 @@ class ChoiceRun(SequenceAttempts):
         self._egress = egress = request.egress
         self._earned = None if egress is None else egress.wait(self._grant)
         self._paid = 0  # tokens of the next start that the egress rates let pass; 0: it is not limited
-        self._held = False  # whether the last run ended while its credit waited for the egress rates
+        self._held = (
+            False  # whether the last run ended while credit waited for the egress rates, or was on its way
+        )
 
     @property
     def output_tokens(self) -> int:
@@ -275,7 +277,9 @@ class ChoiceRun(SequenceAttempts):
             return await self._attempt(start, self)
         finally:
             if self._egress is not None and self._earned is not None:
-                self._held = self._egress.leave(self._earned, self._limit - len(self._produced))
+                unused = self._limit - len(self._produced)
+                waited = self._egress.leave(self._earned, unused)
+                self._held = waited or (self._paid > 0 and unused > 0)
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | Condemned:
         """Return the next placement, or that there is none because the input is the cause of its losses.

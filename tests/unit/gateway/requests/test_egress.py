@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from services.core import errors
-from services.core.generation import FinishReason, StartSpec, TokenLogprobs
+from services.core.generation import FinishReason, OutputLimits, StartSpec, TokenLogprobs
 from services.core.records import Meta, Tenant
 from services.gateway.events import Accepted, Finished
 from services.gateway.requests.egress import TICK_S, ChargedReplay, EgressGate, StreamEgress
@@ -26,22 +26,26 @@ TOKENS = 64
 class Worker:
     """Runs sequences as fast as their credit permits; its readers take every token at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, impatient: bool = False) -> None:
+        """``impatient``: it ends the first run as a slow reader's when credit is already on its way."""
         self.started: list[StartSpec] = []
         self.runs: list[PacedRun] = []
+        self._impatient = impatient
 
     def start(self, spec: StartSpec, sink: SequenceSink) -> PacedRun:
         self.started.append(spec)
-        self.runs.append(PacedRun(spec, sink))
+        self.runs.append(PacedRun(spec, sink, impatient=self._impatient and not self.runs))
         asyncio.get_running_loop().call_soon(self.runs[-1].begin)
         return self.runs[-1]
 
 
 class PacedRun:
-    def __init__(self, spec: StartSpec, sink: SequenceSink) -> None:
+    def __init__(self, spec: StartSpec, sink: SequenceSink, *, impatient: bool) -> None:
         self.limit = len(spec.produced_ids) + spec.initial_credit_tokens
         self.cancelled = False
+        self._impatient = impatient
         self._sink, self._at = sink, len(spec.produced_ids)
+        self._most = spec.generation.limits.max_tokens
 
     def begin(self) -> None:
         self._sink.on_accepted()
@@ -49,6 +53,8 @@ class PacedRun:
 
     def credit(self, tokens: int) -> None:
         self.limit += tokens
+        if self._impatient:
+            self.end(FinishReason.SLOW_READER)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -63,7 +69,7 @@ class PacedRun:
         if self._at < self.limit:
             self._at += 1
             self._sink.on_tokens(self._at - 1, [99 + self._at], "x", ())
-        if self._at == TOKENS:
+        if self._at == self._most:
             self.end(FinishReason.LENGTH)
         asyncio.get_running_loop().call_later(0.001, self._step)
 
@@ -157,6 +163,15 @@ async def test_a_sequence_without_paid_credit_is_no_slow_reader() -> None:
     assert isinstance(await running, Finished)
     assert harness.sink.tokens == {0: list(range(100, 100 + TOKENS))}
     assert worker.started[1].produced_ids == (100, 101)
+
+
+async def test_credit_that_comes_too_late_for_the_last_token_makes_no_slow_reader() -> None:
+    worker = Worker(impatient=True)
+    harness = Tenants(tenant=1).harness(worker=worker)
+    harness.spec = replace(harness.spec, limits=OutputLimits(2))
+    assert isinstance(await harness.run(), Finished)
+    assert harness.sink.tokens == {0: [100, 101]}
+    assert len(worker.runs) == 2
 
 
 async def test_a_reader_that_does_not_read_is_one_also_under_a_rate() -> None:
