@@ -89,9 +89,7 @@ class ChoiceRun(SequenceAttempts):
         self._egress = egress = request.egress
         self._earned = None if egress is None else egress.wait(self._grant)
         self._paid = 0  # tokens of the next start that the egress rates let pass; 0: it is not limited
-        self._held = (
-            False  # whether the last run ended while credit waited for the egress rates, or was on its way
-        )
+        self._held = False  # whether the egress rates left its last run without credit at its end
 
     @property
     def output_tokens(self) -> int:
@@ -277,7 +275,7 @@ class ChoiceRun(SequenceAttempts):
             return await self._attempt(start, self)
         finally:
             if self._egress is not None and self._earned is not None:
-                unused = self._limit - len(self._produced)
+                unused = self._limit - len(self._produced)  # on its way, if the worker waited for credit
                 waited = self._egress.leave(self._earned, unused)
                 self._held = waited or (self._paid > 0 and unused > 0)
 
