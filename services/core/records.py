@@ -196,6 +196,8 @@ class Tenant:
     retention_s: float = 0.0  # most time that prompts and outputs are stored; 0: that of the installation
     residency: str = ""  # region that its prompts and outputs do not leave; empty: any
     training_consent: TrainingConsent = field(default_factory=lambda: TrainingConsent())
+    egress_tokens_per_second: int = 0  # output that leaves for its clients, of all gateways together
+    stream_tokens_per_second: int = 0  # output that leaves for each stream
 
     @property
     def node_group(self) -> str:

@@ -13,9 +13,11 @@ from services.core.limits import share_of
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
 from services.core.usage import RequestUsage
+from services.gateway.events import BATCH_FACE, Received
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import OutsideKills, RetryBudget
+from services.gateway.requests.egress import EgressGate, StreamEgress
 from services.gateway.response_cache import ResponseCache
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -111,8 +113,16 @@ class Ports:
     retries: RetryBudget = field(default_factory=RetryBudget)
     # The kills of engines that this gateway's sequences observed.
     kills: OutsideKills = field(default_factory=OutsideKills)
+    # Holds output back to the egress rates of tenants; None: nothing is held.
+    gate: EgressGate | None = None
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
+
+    def egress(self, tenant_id: str, received: Received) -> StreamEgress | None:
+        """Return what the output of a request leaves through; that of a batch's line is written to a file."""
+        if self.gate is None or received.face == BATCH_FACE:
+            return None
+        return StreamEgress(self.gate, tenant_id)
 
 
 class RequestCapacity:

@@ -168,19 +168,24 @@ class KeyDirectory:
             )
         return held.record
 
+    def record(self, tenant_id: str) -> Tenant | None:
+        """Return the present record of a tenant, which may be disabled; None without one."""
+        held = self._tenants.view.get(TENANTS + tenant_id)
+        return None if held is None else held.record
+
     def may_hold(self, tenant_id: str) -> bool:
         """Return whether data of the tenant may be stored here."""
         return self._region is None or self.residency(tenant_id) in ("", self._region)
 
     def residency(self, tenant_id: str) -> str:
         """Return the region that the tenant's data does not leave; empty: any."""
-        held = self._tenants.view.get(TENANTS + tenant_id)
-        return "" if held is None else held.record.residency
+        found = self.record(tenant_id)
+        return "" if found is None else found.residency
 
     def retention_s(self, owner: str) -> float:
         """Return the bound of a tenant for what is stored of it; 0: none. ``owner``: as in ``RecordKey``."""
-        held = self._tenants.view.get(TENANTS + owner.partition("/")[0])
-        return 0.0 if held is None else held.record.retention_s
+        found = self.record(owner.partition("/")[0])
+        return 0.0 if found is None else found.retention_s
 
     def may_use(self, principal: Principal, model: str) -> bool:
         """Return whether the key currently permits this model, which may not exist."""

@@ -14,6 +14,8 @@ import redis.asyncio
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
 from services.core.generation import Usage
+from services.gateway.events import BATCH_FACE
+from services.gateway.requests.egress import TICK_S
 from services.gateway.response_cache import CollectedAnswer
 from services.ports.idempotency import RecordLimits
 from tests.support.keyed_faces import AUTH, Faces, keyed_faces
@@ -211,3 +213,31 @@ def test_a_long_answer_is_not_collected() -> None:
     collected.on_tokens(0, 32_768, [1], "", ())
     assert collected.answer(finished) is None
     assert sink.tokens == 32_769
+
+
+async def test_answers_that_nothing_runs_for_count_as_output_that_left(faces: Faces) -> None:
+    gateway = faces.gateways[0]
+    await ask(gateway)
+    keyed = await gateway.ask("key", **GREEDY)
+    faces.fleet.egress_tokens_per_second = 1
+    first = await ask(gateway)  # of 20 tokens: the bucket has none for a while
+    assert cached(first)
+    line = await gateway.ask("", face=BATCH_FACE, **GREEDY)
+    assert line.finished is not None, "the line of a batch is written to a file, and does not wait"
+    second = asyncio.create_task(ask(gateway))
+    await asyncio.sleep(0.3)
+    assert not second.done()
+    faces.fleet.egress_tokens_per_second = 0
+    assert cached(await second)
+    await until(lambda: not gateway.counted("fairway_gateway_egress_waiting"))
+    await asyncio.sleep(2 * TICK_S)  # without a rate the debt is forgotten
+    faces.fleet.egress_tokens_per_second = 1
+    replay = await gateway.ask("key", **GREEDY)
+    assert replay.accepted is not None
+    assert replay.accepted.replayed
+    assert replay.ids == keyed.ids
+    third = asyncio.create_task(ask(gateway))
+    await asyncio.sleep(0.3)
+    assert not third.done(), "a replay is charged"
+    faces.fleet.egress_tokens_per_second = 0
+    await third

@@ -41,6 +41,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.policy.claims import RequestBounds
+from services.gateway.requests.egress import EgressGate
 from services.gateway.requests.validate import Checked
 from services.gateway.response_cache import ResponseCache, count_lookups
 from services.gateway.service_types import GatewayLimits, Ports
@@ -74,6 +75,7 @@ class Fleet:
     engine_tokens: int = 0
     seeds: Random = field(default_factory=lambda: Random(0))
     max_concurrency: int = 0
+    egress_tokens_per_second: int = 0
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     # Output offset at which engines wait for ``hold``; None: they do not.
     hold_at: int | None = None
@@ -149,8 +151,16 @@ class Identity:
         self._fleet = fleet
 
     def still_valid(self, principal: Principal) -> Tenant:
+        return self.record(principal.tenant_id)
+
+    def record(self, tenant_id: str) -> Tenant:
         fleet = self._fleet
-        return Tenant(Meta(principal.tenant_id), max_concurrency=fleet.max_concurrency, degrade=fleet.degrade)
+        return Tenant(
+            Meta(tenant_id),
+            max_concurrency=fleet.max_concurrency,
+            degrade=fleet.degrade,
+            egress_tokens_per_second=fleet.egress_tokens_per_second,
+        )
 
     def tenant_and_key(self, principal: Principal) -> tuple[Tenant, ApiKey]:
         key = ApiKey(Meta(principal.key_id), KeyRole.TENANT, "h", principal.tenant_id)
@@ -281,6 +291,7 @@ class Gateway:
         tenant: str = "",
         timeout_s: float = 60.0,
         models: tuple[str, ...] = (),
+        face: str = "grpc",
         **values: Any,
     ) -> Any:
         self.requests += 1
@@ -290,7 +301,7 @@ class Gateway:
         return self.service.stream(
             Principal("k", KeyRole.TENANT, tenant or self.fleet.tenant, models),
             generation,
-            received=Received(CLOCK.monotonic_s(), 1, f"req_{self.name}_{self.requests}"),
+            received=Received(CLOCK.monotonic_s(), 1, f"req_{self.name}_{self.requests}", face),
             timeout_s=timeout_s,
         )
 
@@ -425,8 +436,8 @@ async def _gateway(
         telemetry=GatewayTelemetry(metrics, clock=CLOCK),
         pressure=lambda digest: fleet.pressure.get(digest, 0.0),
         responses=cache if options.responses is not None else None,
+        gate=EgressGate(Identity(fleet).record, lambda: 1, CLOCK, metrics),
     )
-    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),
@@ -445,7 +456,7 @@ async def _gateway(
         identity=identity,
         catalog=Prices(),  # type: ignore[arg-type]
         ports=ports,
-        limits=limits,
+        limits=GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens),
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:

@@ -45,6 +45,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
+from services.gateway.requests.egress import EgressGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.service import RowsService
@@ -175,6 +176,7 @@ class RowsGateway:
             error_of=by_reason,
             telemetry=telemetry,
             report_usage=self.reported.append,
+            gate=EgressGate(self.identity.record, lambda: 1, CLOCK, self.metrics),
             poisons=PoisonGate(
                 self.quarantine, secret=SECRET, clock=CLOCK, supervisor=self.supervisor, telemetry=telemetry
             ),

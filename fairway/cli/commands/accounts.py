@@ -138,6 +138,24 @@ _FIELDS: Final = OptionGroup(
                 "--kv-share", min=0, max=1, help="Share of each worker's KV that it may hold. 0: no budget."
             ),
         ],
+        "egress_tokens_per_second": Annotated[
+            int | None,
+            typer.Option(
+                "--egress-tokens-per-second",
+                min=0,
+                max=100_000_000,
+                help="Output tokens that its clients receive per second. 0: no limit.",
+            ),
+        ],
+        "stream_tokens_per_second": Annotated[
+            int | None,
+            typer.Option(
+                "--stream-tokens-per-second",
+                min=0,
+                max=100_000_000,
+                help="Output tokens that each of its streams receives per second. 0: no limit.",
+            ),
+        ],
         "retention": Annotated[
             float | None,
             typer.Option(
@@ -217,6 +235,8 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("degrade", _degrade, wide=True),
         Column("isolation", lambda tenant: isolation(tenant.isolation) or "packed", wide=True),
         Column("kv share", lambda tenant: f"{tenant.kv_share:g}" if tenant.kv_share else "", wide=True),
+        Column("egress/s", lambda tenant: str(tenant.egress_tokens_per_second or ""), wide=True),
+        Column("stream/s", lambda tenant: str(tenant.stream_tokens_per_second or ""), wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
         Column("labels", lambda tenant: labels(tenant.metadata), wide=True),

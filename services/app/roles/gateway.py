@@ -60,6 +60,7 @@ from services.gateway.idempotency.service import IdempotentService
 from services.gateway.idempotency.telemetry import KeyedTelemetry
 from services.gateway.idempotency.types import KeyedLimits, KeyedPorts
 from services.gateway.poison import PoisonGate
+from services.gateway.requests.egress import EgressGate
 from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.residency import ResidentWorkers
@@ -296,6 +297,7 @@ def _gateway_services(
         ports,
         report_usage=outbox.add,
         serves=catalog.serves,
+        gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(

@@ -19,6 +19,7 @@ from services.gateway.idempotency.record_codec import degraded_out
 from services.gateway.idempotency.record_reader import EarlierRun
 from services.gateway.idempotency.records import KeyedRecords
 from services.gateway.idempotency.types import KeyedPorts
+from services.gateway.requests.egress import ChargedReplay
 from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import Resume, RunTerms
 from services.gateway.requests.validate import Validator
@@ -77,6 +78,9 @@ class IdempotentService(GatewayService):
         bounds.check(generation)
         self._validator.authorise(principal, generation.model)
         tenant_id = self._identity.still_valid(principal).meta.name
+        egress = self._ports.egress(tenant_id, received)
+        if egress is not None and egress.limited:
+            sink = ChargedReplay(sink, egress)
         return self.records.attach(
             record_key(self.names_secret, tenant_id, generation.idempotency_key, received),
             fingerprint(self.names_secret, tenant_id, generation, received),

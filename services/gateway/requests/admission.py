@@ -116,7 +116,8 @@ class RequestAdmission:
             spec, quota.reservation, payer, ticket, terms, ports, limits, telemetry, degradations
         )
         reroute = partial(self._reroute, principal, generation, bounds)
-        return replace(admitted, price=price, reroute=reroute)
+        egress = ports.egress(principal.tenant_id, terms.received)
+        return replace(admitted, price=price, reroute=reroute, egress=egress)
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None

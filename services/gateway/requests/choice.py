@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -84,6 +85,11 @@ class ChoiceRun(SequenceAttempts):
         self._window = request.limits.window_tokens
         self._allowed = request.terms.client_window
         self._limit = 0
+        # What withholds credit beyond the windows; None: nothing does.
+        self._egress = egress = request.egress
+        self._earned = None if egress is None else egress.wait(self._grant)
+        self._paid = 0  # tokens of the next start that the egress rates let pass; 0: it is not limited
+        self._held = False  # whether the egress rates left its last run without credit at its end
 
     @property
     def output_tokens(self) -> int:
@@ -152,14 +158,26 @@ class ChoiceRun(SequenceAttempts):
 
     def _extend(self) -> None:
         limit = self._credit_limit()
-        if self._running is not None and limit > self._limit:
-            self._running.credit(limit - self._limit)
-            self._limit = limit
+        if self._running is None or limit <= self._limit:
+            return
+        if self._egress is None or self._earned is None or not self._egress.limited:
+            self._grant(limit - self._limit)
+            return
+        limit = min(limit, self._spec.limits.max_tokens)
+        if limit > self._limit:
+            self._egress.want(self._earned, limit - self._limit)
+
+    def _grant(self, tokens: int) -> None:
+        assert self._running is not None, "only a run waits for credit"
+        self._running.credit(tokens)
+        self._limit += tokens
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
         place = self._place_begun if self.begun else self._request.ports.placement.place
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         try:
+            # The first token is paid for before the placement, so that nothing waits on a worker for it.
+            self._paid = 0 if self._egress is None else await self._egress.first_token()
             return await placed(place, self._place_spec(), excluded)
         finally:
             self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
@@ -233,13 +251,14 @@ class ChoiceRun(SequenceAttempts):
         request = self._request
         # A start has at least one token of credit. A stream that resumes at the end of the client's window
         # exceeds it by that token.
-        self._limit = max(self._credit_limit(), len(self._produced) + 1)
+        produced = len(self._produced)
+        self._limit = max(0 if self._paid else self._credit_limit(), produced + 1)
         start = StartSpec(
             generation=self._spec,
             choice=self.choice,
             tenant_id=request.tenant.meta.name,
             grant=grant,
-            initial_credit_tokens=self._limit - len(self._produced),
+            initial_credit_tokens=self._limit - produced,
             produced_ids=tuple(self._produced),
             delivered_chars=self._chars,
             time_left_s=self._time_left_s(),
@@ -252,7 +271,13 @@ class ChoiceRun(SequenceAttempts):
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
         self._first_run = not self.begun
-        return await self._attempt(start, self)
+        try:
+            return await self._attempt(start, self)
+        finally:
+            if self._egress is not None and self._earned is not None:
+                unused = self._limit - len(self._produced)  # on its way, if the worker waited for credit
+                waited = self._egress.leave(self._earned, unused)
+                self._held = waited or (self._paid > 0 and unused > 0)
 
     def _decide(self, outcome: Outcome, grant: AnyGrant) -> PlaceAgain | Condemned:
         """Return the next placement, or that there is none because the input is the cause of its losses.
@@ -261,6 +286,9 @@ class ChoiceRun(SequenceAttempts):
         """
         if isinstance(outcome, SequenceEnd):
             self._record_use(outcome)
+            if self._held and outcome.reason is FinishReason.SLOW_READER:
+                # Not its reader: the worker ended a sequence that its egress rates had left without credit.
+                outcome = replace(outcome, reason=FinishReason.PREEMPTED)
         again = self._after(outcome, grant.worker_id)
         if isinstance(again, PlaceAgain):
             self._log_placed_again(grant, outcome)
@@ -310,6 +338,8 @@ class ChoiceRun(SequenceAttempts):
     def on_accepted(self) -> None:
         super().on_accepted()
         self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
+        if self._paid:
+            self._extend()
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -326,6 +356,8 @@ class ChoiceRun(SequenceAttempts):
                 self._resolve(Lost("received other tokens than the prompt's: a worker of an earlier release"))
                 return
             self._scored = end
+            if self._egress is not None:
+                self._egress.charge(len(prompt))
             if not self.choice:
                 self._scores.add(offset, prompt, logprobs[: len(prompt)])
         if output or text:
@@ -343,6 +375,8 @@ class ChoiceRun(SequenceAttempts):
         first = self._scored - offset
         if first < len(ids):
             self._scored = offset + len(ids)
+            if self._egress is not None:
+                self._egress.charge(len(ids) - first)
             self._sink.on_tokens(self.choice, offset + first, ids[first:], "", entries[first:])
 
 

@@ -133,6 +133,8 @@ class StoredAnswer(Sequences):
             found = self._found = await self._cache.find(admitted.reservation.tenant_id, admitted.spec)
             if found is not None:
                 self._sink.on_accepted(self._accepted(cached=True))
+                if admitted.egress is not None:
+                    await admitted.egress.answer(len(found.ids))
                 self._sink.on_tokens(0, 0, found.ids, found.text, found.logprobs)
                 self._results = found.finished.choices
                 return

@@ -17,6 +17,7 @@ from services.gateway.events import Finished, Received
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
+from services.gateway.requests.egress import StreamEgress
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
@@ -98,6 +99,8 @@ class Admitted:
     price: Price = field(default_factory=Price)
     # Returns it on the version that its model name resolves to now; None: it keeps its version.
     reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
+    # What its output leaves through; None: nothing limits it.
+    egress: StreamEgress | None = None
     # Called once, when its first run on a worker is accepted.
     accepted: Callable[[], None] | None = None
 

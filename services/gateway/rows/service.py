@@ -32,6 +32,7 @@ from services.gateway.events import Accepted, Finished, Received
 from services.gateway.idempotency.ownership import RecordOwnership
 from services.gateway.idempotency.record_reader import EarlierRun
 from services.gateway.idempotency.service import IdempotentService, fingerprint, record_key
+from services.gateway.requests.egress import answer_tokens
 from services.gateway.requests.request import Admit, Request
 from services.gateway.requests.terms import RunTerms
 from services.gateway.rows.inputs import (
@@ -299,7 +300,10 @@ class RowsService:
         except asyncio.CancelledError:
             follower.cancel()
             raise
-        return decode_answer(finished, replayed=not client.runs)
+        answer = decode_answer(finished, replayed=not client.runs)
+        if answer.replayed and (egress := self._parts.ports.egress(tenant_id, received)) is not None:
+            egress.charge(answer_tokens(answer.outputs))
+        return answer
 
     def _launch(
         self, job: RowsJob, client: _Client, ownership: RecordOwnership, earlier: EarlierRun | None

@@ -27,6 +27,7 @@ from services.gateway.events import Finished
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer, admission_limits, claims_of
 from services.gateway.requests.admission import class_of
+from services.gateway.requests.egress import answer_tokens
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
@@ -189,6 +190,9 @@ class Rows:
                 end.error.metadata.setdefault("row", str(index))
                 raise end.error
         outputs = self._job.join(ends, ready.signature)
+        egress = self._ports.egress(self._payer.tenant.meta.name, self._request.terms.received)
+        if egress is not None:
+            await egress.answer(answer_tokens(outputs))
         # The whole answer arrives at once: its time is the time to the first output.
         self._request.telemetry.pace().tokens(1, self._ports.clock.monotonic_s())
         self._ports.telemetry.rows_ended(ready.route.model, len(ends))

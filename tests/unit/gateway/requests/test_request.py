@@ -34,6 +34,7 @@ from services.gateway.events import Accepted, Finished, Received
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.claims import Payer
+from services.gateway.requests.egress import StreamEgress
 from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.terms import Admitted, Charge, RunTerms
@@ -191,6 +192,7 @@ class Harness:
         self.client_window: int | None = None
         self.reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
         self.copies = 0
+        self.egress: StreamEgress | None = None
         self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -228,6 +230,7 @@ class Harness:
             self.limits,
             self.request.telemetry,
             reroute=self.reroute,
+            egress=self.egress,
             accepted=self.copy,
         )
         return Sequences(admitted, self.sink, self.request)

@@ -56,6 +56,7 @@ from services.core.records import (
     Worker,
 )
 from services.gateway.policy.claims import claims_of
+from services.gateway.requests.egress import TICK_S
 from services.gateway.requests.quotas import RequestQuotas, settled
 from services.gateway.requests.request import MAX_ROUTES
 from services.gateway.requests.terms import usage_of
@@ -519,3 +520,21 @@ async def test_a_route_follows_its_deployment_and_its_workers(gateway: RowsGatew
     assert resolved() == (digest_of("mlp"), 2)
     gateway.deploy("mlp", "cut")
     assert resolved() == (digest_of("cut"), 1)
+
+
+async def test_an_answer_of_rows_counts_as_output_that_left(gateway: RowsGateway) -> None:
+    texts = ["fox"] * 200
+    await embed(gateway, "dog", idempotency_key="one")
+    big = await embed(gateway, *texts, idempotency_key="key")
+    rate = Tenant(Meta("acme"), egress_tokens_per_second=1)
+    for key in ("key", ""):  # a replay, and a run
+        gateway.put_tenant(rate)
+        found = await embed(gateway, *texts, idempotency_key=key)
+        assert len(found.vectors) == len(big.vectors)
+        after = asyncio.create_task(embed(gateway, "dog"))
+        await asyncio.sleep(0.3)
+        assert not after.done(), "its bytes are more tokens than a bucket has"
+        gateway.put_tenant(Tenant(Meta("acme")))
+        await after
+        await asyncio.sleep(2 * TICK_S)  # without a rate the debt is forgotten
+    await at_rest(gateway)
