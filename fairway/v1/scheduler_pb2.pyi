@@ -584,6 +584,30 @@ class SlotLease(_message.Message):
 Global___SlotLease: _TypeAlias = SlotLease  # noqa: Y015
 
 @_typing.final
+class SlotRefusal(_message.Message):
+    """No node of the tenant's group reports the version that a demand asked slots of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotRefusal: _TypeAlias = SlotRefusal  # noqa: Y015
+
+@_typing.final
 class Leadership(_message.Message):
     """Sent first, and every leader heartbeat."""
 
@@ -722,6 +746,7 @@ class ConnectResponse(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     SLOT_LEASES_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    SLOT_REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
     @_builtins.property
@@ -742,6 +767,10 @@ class ConnectResponse(_message.Message):
     def explain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests that an operator asks about; each is answered."""
 
+    @_builtins.property
+    def slot_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotRefusal]:
+        """Sent for each demand that names such a group, again when the demand is."""
+
     def __init__(
         self,
         *,
@@ -752,10 +781,11 @@ class ConnectResponse(_message.Message):
         fleet: Global___FleetSnapshot | None = ...,
         slot_leases: _abc.Iterable[Global___SlotLease] | None = ...,
         explain: _abc.Iterable[_builtins.str] | None = ...,
+        slot_refusals: _abc.Iterable[Global___SlotRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases", "slot_refusals", b"slot_refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
