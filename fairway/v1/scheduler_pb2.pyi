@@ -1525,6 +1525,7 @@ class PlacementDecision(_message.Message):
     COUNTER_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKS_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
     LOOKS_GIVING_WAY_FIELD_NUMBER: _builtins.int
+    LOOKS_OVER_BUDGET_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     tenant: _builtins.str
     model: _builtins.str
@@ -1553,6 +1554,8 @@ class PlacementDecision(_message.Message):
     """Of the other looks, those at which its tenant had more than its share, and more than that waiting: it was to
     start only where next to no prompt is queued (has_prefill_room).
     """
+    looks_over_budget: _builtins.int
+    """Looks at which its tenant had no KV budget left on some worker: it was to start elsewhere, or to wait."""
     @_builtins.property
     def queued_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -1591,10 +1594,11 @@ class PlacementDecision(_message.Message):
         counter_tokens: _builtins.float = ...,
         looks_without_room: _builtins.int = ...,
         looks_giving_way: _builtins.int = ...,
+        looks_over_budget: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_over_budget", b"looks_over_budget", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
