@@ -242,6 +242,13 @@ async def test_rows_whose_only_node_is_lost_are_refused_by_name_and_run_on_no_ot
     assert shared.rows.started == 2, "a row ran on a node of another group"
 
 
+async def test_a_deadline_that_ends_before_the_leader_answers_names_no_node(rig: RowRig) -> None:
+    gateway = rig.add_gateway()
+    deadline_s = SystemClock().monotonic_s() + 0.2
+    with pytest.raises(DeadlineUnmeetable):  # The leader is new, and refuses nobody yet.
+        await gateway.runner.run(rows_request(node_group=ACME, waits=True, deadline_s=deadline_s))
+
+
 async def test_rows_wait_for_a_node_of_their_group_as_the_tenant_chose(rig: RowRig) -> None:
     await rig.add_worker()
     gateway = rig.add_gateway()

@@ -485,7 +485,10 @@ class LeasedRows:
         queue = self._queues.get(refused.digest)
         for row in () if queue is None else queue.rows():
             request = row.request
-            if request.tenant_id == refused.tenant and not request.isolation_waits:
+            if request.tenant_id != refused.tenant:
+                continue
+            row.lacks_node = True
+            if not request.isolation_waits:
                 self._give_up(row, IsolationUnavailable.of(request.model, request.node_group))
 
     def _give_up(self, row: QueuedRow, error: FairwayError) -> None:
@@ -510,7 +513,7 @@ class LeasedRows:
         late = now_s >= request.deadline_s
         if not late and now_s - row.queued_s <= self._limits.queue_ttl_s:
             return None
-        if request.node_group and not self._leases.has_lease(request.version_digest, request.tenant_id):
+        if row.lacks_node and not self._leases.has_lease(request.version_digest, request.tenant_id):
             return IsolationUnavailable.of(request.model, request.node_group)
         if late:
             return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
