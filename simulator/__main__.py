@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, rollouts, scale, simulate, compare, batching, calibrate."""
+"""``python -m simulator``: sim, rollouts, tiers, scale, simulate, compare, batching, calibrate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Final
 COMMANDS: Final = {
     "sim": ("simulator.invariants.seeds", "run seeds of mixed faults and check every invariant"),
     "rollouts": ("simulator.rollouts.seeds", "roll out versions on fleets under mixed faults"),
+    "tiers": ("simulator.lab.tiers", "burst and lose nodes among tenants of every isolation tier"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.runner", "run a scenario and report latencies, goodput and fairness"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),

@@ -584,6 +584,30 @@ class SlotLease(_message.Message):
 Global___SlotLease: _TypeAlias = SlotLease  # noqa: Y015
 
 @_typing.final
+class SlotRefusal(_message.Message):
+    """No node of the tenant's group reports the version that a demand asked slots of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    tenant_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant_id", b"tenant_id", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotRefusal: _TypeAlias = SlotRefusal  # noqa: Y015
+
+@_typing.final
 class Leadership(_message.Message):
     """Sent first, and every leader heartbeat."""
 
@@ -722,6 +746,7 @@ class ConnectResponse(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     SLOT_LEASES_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    SLOT_REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Grant]: ...
     @_builtins.property
@@ -742,6 +767,10 @@ class ConnectResponse(_message.Message):
     def explain(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Requests that an operator asks about; each is answered."""
 
+    @_builtins.property
+    def slot_refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotRefusal]:
+        """Sent for each demand that names such a group, again when the demand is."""
+
     def __init__(
         self,
         *,
@@ -752,10 +781,11 @@ class ConnectResponse(_message.Message):
         fleet: Global___FleetSnapshot | None = ...,
         slot_leases: _abc.Iterable[Global___SlotLease] | None = ...,
         explain: _abc.Iterable[_builtins.str] | None = ...,
+        slot_refusals: _abc.Iterable[Global___SlotRefusal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "fleet", b"fleet", "grants", b"grants", "leadership", b"leadership", "pressures", b"pressures", "refusals", b"refusals", "slot_leases", b"slot_leases", "slot_refusals", b"slot_refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1495,6 +1525,7 @@ class PlacementDecision(_message.Message):
     COUNTER_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKS_WITHOUT_ROOM_FIELD_NUMBER: _builtins.int
     LOOKS_GIVING_WAY_FIELD_NUMBER: _builtins.int
+    LOOKS_OVER_BUDGET_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     tenant: _builtins.str
     model: _builtins.str
@@ -1523,6 +1554,8 @@ class PlacementDecision(_message.Message):
     """Of the other looks, those at which its tenant had more than its share, and more than that waiting: it was to
     start only where next to no prompt is queued (has_prefill_room).
     """
+    looks_over_budget: _builtins.int
+    """Looks at which its tenant had no KV budget left on some worker: it was to start elsewhere, or to wait."""
     @_builtins.property
     def queued_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -1561,10 +1594,11 @@ class PlacementDecision(_message.Message):
         counter_tokens: _builtins.float = ...,
         looks_without_room: _builtins.int = ...,
         looks_giving_way: _builtins.int = ...,
+        looks_over_budget: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_over_budget", b"looks_over_budget", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,6 +100,7 @@ class PlacementDecision:
     looks: int = 0  # attempts to place it
     looks_without_room: int = 0  # attempts in which no worker had room
     looks_giving_way: int = 0  # attempts in which the tenant held more than its share
+    looks_over_budget: int = 0  # attempts in which the tenant had no KV budget left on some worker
     bypassed: int = 0  # placements behind it that were granted first
     counter_tokens: float = 0.0  # counter of its tenant at the last attempt
     ranked: tuple[RankedWorker, ...] = ()

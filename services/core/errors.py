@@ -28,10 +28,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 if TYPE_CHECKING:
     from services.core.limits import RateState
+
+_NODE_RETRY_S: Final = 2.0
 
 
 def whole_seconds(wait_s: float) -> int:
@@ -307,6 +309,17 @@ class IsolationUnavailable(Unavailable):
     """No node or slice that the tenant's isolation allows can serve it. It is never served elsewhere."""
 
     reason = "ISOLATION_UNAVAILABLE"
+
+    @classmethod
+    def of(cls, model: str, node_group: str) -> Self:
+        """Return the error of a request that no node of its group can serve."""
+        return cls(
+            f"no node of {node_group} serves {model}, and its requests run on no other; start one, or "
+            f"`fairway nodes assign` one to the tenant; {retry_in(_NODE_RETRY_S)}",
+            retry_after_s=_NODE_RETRY_S,
+            model=model,
+            node_group=node_group,
+        )
 
 
 class VersionFailing(Unavailable):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from services.core.errors import FairwayError
-from services.core.fixed_cost.slots import SlotLease
+from services.core.fixed_cost.slots import SlotLease, SlotRefusal
 from services.core.generation import Grant
 from services.core.records import Priority, VersionState, Worker
 
@@ -203,18 +203,15 @@ class PoolMember:
 
 @dataclass(frozen=True, slots=True)
 class PlacementFrame:
-    """One message from a scheduler to a gateway. ``epoch`` is the scheduler's leadership.
+    """One message from a scheduler to a gateway."""
 
-    ``pressures`` is a full list; ``members`` replaces the previous list; None: unchanged. Each of ``leases``
-    replaces the lease of its worker, version and tenant.
-    """
-
-    epoch: int
+    epoch: int  # the scheduler's leadership
     outcomes: tuple[Outcome, ...] = field(default=())
-    pressures: tuple[PoolPressure, ...] | None = None
-    members: tuple[PoolMember, ...] | None = None
-    leases: tuple[SlotLease, ...] = ()
+    pressures: tuple[PoolPressure, ...] | None = None  # the full list; None: unchanged
+    members: tuple[PoolMember, ...] | None = None  # the new list; None: unchanged
+    leases: tuple[SlotLease, ...] = ()  # replacements of the leases of their workers, versions and tenants
     questions: tuple[str, ...] = ()  # requests whose rows the gateway is to explain
+    slot_refusals: tuple[SlotRefusal, ...] = ()
 
 
 def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:

@@ -241,9 +241,12 @@ class GatewayPlacementStream:
         members, session.members = session.members, None
         leases, questions = session.take_leases(), tuple(session.questions)
         session.questions.clear()
-        if not outcomes and pressures is None and members is None and not leases and not questions:
+        refusals, session.slot_refusals = tuple(session.slot_refusals), {}
+        if not (outcomes or leases or questions or refusals) and pressures is None and members is None:
             return None
-        return PlacementFrame(self._term.epoch, tuple(outcomes), pressures, members, leases, questions)
+        return PlacementFrame(
+            self._term.epoch, tuple(outcomes), pressures, members, leases, questions, refusals
+        )
 
     def close(self) -> None:
         """Withdraw queued placements and return the grants that were not taken. Idempotent."""

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from services.core.errors import FairwayError
+from services.core.fixed_cost.slots import SlotDemand, SlotRefusal
 from services.core.fleet import Granted, PoolMember, ReportSnapshot
 from services.ports.clock import Clock
 from services.scheduler.explain.decision_log import DecisionLog
@@ -379,6 +380,7 @@ class Term:
             case DemandSlots(session, demands, returned):
                 if session.number in self.streams.sessions:
                     self.slots.demand(session.gateway_id, session.zone, demands, returned, now_s)
+                    self._refuse_slots(session, demands, now_s)
             case GatewayDisconnected(session, unsent):
                 self.slots.disconnect(session.gateway_id)
                 for placement_id in unsent:
@@ -423,6 +425,13 @@ class Term:
         self._touch(changed)
         reporter.applied = number
         reporter.wake()
+
+    def _refuse_slots(self, session: GatewaySession, demands: Collection[SlotDemand], now_s: float) -> None:
+        """Report demands that no node of their tenants' groups can serve: their gateway decides who waits."""
+        for wanted in demands:
+            if wanted.rows and self.fleet.lacks_group(wanted.digest, wanted.node_group, now_s):
+                session.slot_refusals[SlotRefusal(wanted.digest, wanted.tenant)] = None
+                session.wake()
 
     def _deliver(self, now_s: float) -> None:
         for number, outcome in self.queue.take_outcomes():

@@ -17,7 +17,7 @@ from typing import Final
 import structlog
 
 from services.core.errors import Conflict, FairwayError, OverQuota
-from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import (
     Granted,
     Outcome,
@@ -70,6 +70,8 @@ class GatewaySession(_Stream):
     listed_s: float = -math.inf
     # Leases by worker, version and tenant.
     leases: dict[tuple[str, str, str], SlotLease] = field(default_factory=dict)
+    # Demands that no node of their tenants' groups can serve.
+    slot_refusals: dict[SlotRefusal, None] = field(default_factory=dict)
     # Requests whose rows an operator asks about.
     questions: list[str] = field(default_factory=list)
 

@@ -119,6 +119,14 @@ class SimKvPool:
         gone = (name for name, count in counted.items() if count == self._holders[name] and name not in kept)
         return own + self._each * sum(1 for _ in gone)
 
+    def held_by(self, tables: Iterable[Sequence[int]]) -> int:
+        """Return the blocks of these tables, a shared one once."""
+        own, names = 0, set[int]()
+        for table in tables:
+            own += table.count(OWN)
+            names.update(table)
+        return own + self._each * len(names - {OWN})
+
     def idle_of(self, roots: Iterable[int]) -> int:
         """See ``BlockManager``."""
         wanted = frozenset(roots)
@@ -499,6 +507,13 @@ class SimEngine:
     @property
     def alive(self) -> bool:
         return not self._dead
+
+    def kv_of(self, handles: Iterable[int], roots: Iterable[int]) -> int:
+        """Return the blocks that these sequences hold, a shared one once, and these domains' idle ones."""
+        live = self._intake.live
+        return self.pool.held_by(live[one].blocks for one in handles if one in live) + self.pool.idle_of(
+            roots
+        )
 
     @property
     def members(self) -> tuple[int, ...]:

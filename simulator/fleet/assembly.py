@@ -262,6 +262,9 @@ class SimFleet:
                 max_priority=spec.max_priority,
                 committed_tokens_per_minute=spec.committed_tokens_per_minute,
                 degrade=Degrade(max_output_tokens=spec.degraded_tokens),
+                isolation=spec.isolation,
+                isolation_waits=spec.isolation_waits,
+                kv_share=spec.kv_share,
             )
             key = ApiKey(Meta(key_name(spec.name)), KeyRole.TENANT, "", spec.name)
             await self.store.commit(
@@ -282,7 +285,8 @@ class SimFleet:
                 AssignedVersion(version.deployment, version.model, version.version_digest)
                 for version in self.spec.row_versions(number)
             )
-            await self.store.commit([Put(ASSIGNMENTS + name, dump(Assignment(name, sequences + rows)))])
+            assigned = Assignment(name, sequences + rows, node_group=self.spec.group_of(number))
+            await self.store.commit([Put(ASSIGNMENTS + name, dump(assigned))])
 
     def slots_held(self, tenant: str) -> int:
         """Return how many requests of a tenant hold a slot in Redis now, or once it runs again."""

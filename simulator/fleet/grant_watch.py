@@ -46,11 +46,13 @@ class EventTrace:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """Tokens that a worker computed for a tenant: ``cached`` of those of prompts came from the cache."""
+    """Tokens and rows that a worker computed for a tenant: ``cached`` of those of prompts came from the
+    cache."""
 
     prompt: int = 0
     cached: int = 0
     output: int = 0
+    rows: int = 0
 
 
 class GrantListener:

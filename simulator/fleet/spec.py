@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.adapters.quotas.quota import SETTLED_KEEP_S
-from services.core.records import Priority
+from services.core.records import SHARED_NODES, IsolationTier, Priority, node_group
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.term import TermSettings
 from simulator.batcher.costs import BatchCosts
@@ -23,7 +23,7 @@ ROWS_DIGEST: Final = "sha256:" + "52" * 32
 @dataclass(frozen=True, slots=True)
 class TenantSpec:
     """A customer and its limits; 0 is none. ``degraded_tokens`` is the length to which its outputs may be cut
-    under pressure."""
+    under pressure; ``kv_share`` its part of each worker's KV."""
 
     name: str
     weight: float = 1.0
@@ -32,6 +32,13 @@ class TenantSpec:
     max_concurrency: int = 0
     committed_tokens_per_minute: int = 0
     degraded_tokens: int = 0
+    isolation: IsolationTier = IsolationTier.PACKED
+    isolation_waits: bool = False
+    kv_share: float = 0.0
+
+    @property
+    def node_group(self) -> str:
+        return node_group(self.name, self.isolation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,12 @@ class FleetSpec:
     replicas: int = 0
     # A pool of a fixed-cost version; without control planes only.
     rows: RowsSpec | None = None
+    # Node groups of the first workers; the others are shared. Without control planes only.
+    node_groups: tuple[str, ...] = ()
+
+    def group_of(self, worker: int) -> str:
+        """Return the node group of the worker with a number."""
+        return self.node_groups[worker] if worker < len(self.node_groups) else SHARED_NODES
 
     def row_versions(self, worker: int) -> tuple[SimRowVersion, ...]:
         """Return the fixed-cost versions of the worker with a number."""

@@ -1,4 +1,5 @@
-"""Isolation: no more of a worker is leased than it has, and no input is condemned but a poison."""
+"""Isolation: no more of a worker is leased than it has, no input is condemned but a poison, and a tenant
+runs on the nodes of its tier alone, within its part of their KV."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from collections.abc import Iterable
 from typing import Final
 
 from services.core.errors import PoisonedInput
+from services.core.generation import PlaceSpec, StartSpec
+from services.core.records import Priority
+from services.scheduler.term import Term
 from simulator.engine.poison import Poison
 from simulator.fleet.assembly import SimFleet
 from simulator.fleet.clients.client import RequestRecord
-from simulator.fleet.grant_watch import GrantListener
+from simulator.fleet.grant_watch import ComputedTokens, GrantListener
 from simulator.fleet.invariant import Invariant
 
 CONDEMNED: Final = "innocent-condemned"
@@ -113,3 +117,79 @@ class Slots(Invariant):
 
     def _expect(self, fleet: SimFleet, what: str, count: int, limit: int) -> None:
         fleet.violations.expect(count <= limit, SLOTS, lambda: f"{count} {what}, limit {limit}")
+
+
+OUTSIDE: Final = "outside-tier"
+
+
+class NodeGroups(GrantListener, Invariant):
+    """A tenant is granted, starts and computes on the nodes of its group alone.
+
+    ``ran`` counts what was computed, by tenant and worker, so that a test can check where.
+    """
+
+    def __init__(self) -> None:
+        self.ran: Counter[tuple[str, str]] = Counter()
+
+    def watch(self, fleet: SimFleet) -> None:
+        self._fleet = fleet
+        self._tenants = {tenant.name: tenant.node_group for tenant in fleet.spec.tenants}
+        fleet.grants.listeners.append(self)
+
+    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
+        self._expect("was granted", spec.tenant_id, worker_id)
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        self._expect("started", spec.tenant_id, worker_id)
+
+    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
+        self.ran[tenant, worker_id] += work.output + work.rows
+        self._expect("ran", tenant, worker_id)
+
+    def _expect(self, what: str, tenant: str, worker_id: str) -> None:
+        wanted = self._tenants[tenant]
+        group = self._fleet.spec.group_of(int(worker_id.rpartition("-")[2]))
+        self._fleet.violations.expect(
+            group == wanted,
+            OUTSIDE,
+            lambda: f"{tenant} {what} on {worker_id} of {group or 'the shared nodes'}",
+        )
+
+
+KV_SHARE: Final = "kv-share"
+
+
+class KvShares(GrantListener, Invariant):
+    """A tenant's sequences and cached prefixes hold at most its share of a worker's KV.
+
+    ``most`` is the largest part of a share that was held, so that a test can check that it came near 1.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0.0
+        self._roots: dict[str, dict[int, None]] = {}  # the domains of each tenant's prefixes
+
+    def watch(self, fleet: SimFleet) -> None:
+        self._shares = {tenant.name: tenant.kv_share for tenant in fleet.spec.tenants if tenant.kv_share}
+        fleet.grants.listeners.append(self)
+
+    def started(self, worker_id: str, spec: StartSpec) -> None:
+        self._roots.setdefault(spec.tenant_id, {})[spec.generation.prompt.prefix_root] = None
+
+    def sample(self, fleet: SimFleet) -> None:
+        self.touched(fleet, fleet.workers)
+
+    def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
+        for worker in [fleet.workers[name] for name in names if name in fleet.workers]:
+            if not worker.process.alive:
+                continue
+            live = [sequence for table in worker.host.tables() for sequence in table.sequences()]
+            for engine in worker.worker.engines.running():
+                for tenant, share in self._shares.items():
+                    mine = [one.number for one in live if one.spec.tenant_id == tenant]
+                    limit = int(share * engine.pool.blocks_total)
+                    held = engine.kv_of(mine, self._roots.get(tenant, {}))
+                    self.most = max(self.most, held / limit)
+                    if held > limit:
+                        text = f"{tenant} holds {held} blocks of {worker.name}, its share is {limit}"
+                        fleet.violations.add(KV_SHARE, text)

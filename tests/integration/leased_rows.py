@@ -36,12 +36,26 @@ from tests.integration.scheduler_fleet import DIGEST, TOKEN, SchedulerNode, Stat
 
 
 def rows_request(
-    count: int = 1, tenant: str = "acme", *, digest: str = DIGEST, deadline_s: float = float("inf")
+    count: int = 1,
+    tenant: str = "acme",
+    *,
+    digest: str = DIGEST,
+    deadline_s: float = float("inf"),
+    node_group: str = "",
+    waits: bool = False,
 ) -> RowsRequest:
     """Return a request whose rows contain their numbers."""
     rows = tuple((RawTensor("x", "UINT8", (1,), bytes([row % 256])),) for row in range(count))
     return RowsRequest(
-        f"req_{tenant}", tenant, "echo", digest, rows, Priority.STANDARD, deadline_s=deadline_s
+        f"req_{tenant}",
+        tenant,
+        "echo",
+        digest,
+        rows,
+        Priority.STANDARD,
+        deadline_s=deadline_s,
+        node_group=node_group,
+        isolation_waits=waits,
     )
 
 
@@ -125,13 +139,20 @@ class RowNode:
     """A worker behind a gRPC server, that reports to the scheduler."""
 
     def __init__(
-        self, worker_id: str, supervisor: Supervisor, *, row_slots: int = 16, batch_s: float = 0.005
+        self,
+        worker_id: str,
+        supervisor: Supervisor,
+        *,
+        row_slots: int = 16,
+        batch_s: float = 0.005,
+        node_group: str = "",
     ) -> None:
         self.worker_id = worker_id
         self.clock = SystemClock()
         self._supervisor = supervisor
         self.host = SequenceHost(changed=lambda: None, fallback=FallbackAdmission(self.clock))
         self.host.grants.incarnation = 100
+        self.host.assign_group(node_group)
         self.rows = EchoRows(self.host, row_slots, batch_s)
         self.host.add_rows(self.rows)
         self._server = grpc.aio.server()
@@ -165,6 +186,7 @@ class RowNode:
             pools=(self.rows.report(ready=True),),
             epoch=self.host.grants.epoch,
             tenants=self.host.tally.take(100),
+            node_group=self.host.node_group,
         )
 
     async def stop(self) -> None:

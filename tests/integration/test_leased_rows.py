@@ -8,7 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from services.core.errors import DeadlineUnmeetable, NoWorkerAvailable, QueueFull, ShareExceeded
+from services.core.errors import (
+    DeadlineUnmeetable,
+    IsolationUnavailable,
+    NoWorkerAvailable,
+    QueueFull,
+    ShareExceeded,
+)
 from services.core.fixed_cost.explained import MAX_TRIPS
 from services.core.fixed_cost.rows import RowEnd
 from services.gateway.rows.runner import RowLimits
@@ -211,3 +217,44 @@ async def test_the_leader_explains_a_request_by_the_gateway_that_ran_it(rig: Row
         assert trip.lease_number
         assert 0 <= trip.slot_wait_s <= found.took_s
         assert (trip.window, trip.batch_cause) == ((None, "") if trip in lost else (WINDOW, "idle"))
+
+
+ACME = "dedicated/acme"
+
+
+async def test_rows_whose_only_node_is_lost_are_refused_by_name_and_run_on_no_other(rig: RowRig) -> None:
+    shared, own = await rig.add_worker(), await rig.add_worker(node_group=ACME)
+    gateway = rig.add_gateway(RowLimits(queue_ttl_s=2.0))
+    await served(rig, workers=2)
+    asked = rows_request(4, node_group=ACME)
+    assert answers(await gateway.runner.run(asked)) == [0, 1, 2, 3]
+    assert own.rows.started == 4
+    await asyncio.sleep(3.0)  # A leader refuses nobody before its workers had time to report.
+    await own.stop()
+    began_s = SystemClock().monotonic_s()
+    with pytest.raises(IsolationUnavailable, match=ACME):
+        await gateway.runner.run(asked)
+    assert SystemClock().monotonic_s() - began_s < 1.8, "it waited for its time in the queue"
+    with pytest.raises(IsolationUnavailable, match=ACME):
+        await gateway.runner.run(rows_request(node_group=ACME, waits=True))
+    assert SystemClock().monotonic_s() - began_s > 2.0
+    assert answers(await gateway.runner.run(rows_request(2, "beta"))) == [0, 1]
+    assert shared.rows.started == 2, "a row ran on a node of another group"
+
+
+async def test_a_deadline_that_ends_before_the_leader_answers_names_no_node(rig: RowRig) -> None:
+    gateway = rig.add_gateway()
+    deadline_s = SystemClock().monotonic_s() + 0.2
+    with pytest.raises(DeadlineUnmeetable):  # The leader is new, and refuses nobody yet.
+        await gateway.runner.run(rows_request(node_group=ACME, waits=True, deadline_s=deadline_s))
+
+
+async def test_rows_wait_for_a_node_of_their_group_as_the_tenant_chose(rig: RowRig) -> None:
+    await rig.add_worker()
+    gateway = rig.add_gateway()
+    await served(rig)
+    waits = asyncio.create_task(gateway.runner.run(rows_request(3, node_group=ACME, waits=True)))
+    await asyncio.sleep(4.2)
+    assert not waits.done()
+    await rig.add_worker(node_group=ACME)
+    assert answers(await waits) == [0, 1, 2]

@@ -55,6 +55,8 @@ def _why(found: pb.PlacementDecision) -> str:
         why.append(f"no room at {found.looks_without_room} of {found.looks} looks")
     if found.looks_giving_way:
         why.append(f"yielding at {found.looks_giving_way}")
+    if found.looks_over_budget:
+        why.append(f"at its KV budget at {found.looks_over_budget}")
     if found.bypassed:
         why.append(f"bypassed by {found.bypassed}")
     why += [_rejection(one) for one in found.rejections]

@@ -48,6 +48,14 @@ class SlotLease:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotRefusal:
+    """No node of the tenant's group reports the version."""
+
+    digest: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class SlotReturn:
     """The gateway has no more rows in flight under the lease of this number than it has slots."""
 

@@ -10,6 +10,7 @@ from services.core.errors import (
     DeadlineExceeded,
     FairwayError,
     InternalError,
+    IsolationUnavailable,
     NoLeader,
     NoWorkerAvailable,
     QueueTimeout,
@@ -67,7 +68,7 @@ async def placed(
     patient_s = min(spec.queue_ttl_s, EXCLUDED_S)
     try:
         return await place(replace(spec, excluded_workers=excluded, queue_ttl_s=patient_s))
-    except (QueueTimeout, NoWorkerAvailable, NoLeader):
+    except (QueueTimeout, NoWorkerAvailable, IsolationUnavailable, NoLeader):
         return await place(spec)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.fixed_cost.rows import RowsRequest
-from services.core.fixed_cost.slots import REPEAT_S, SlotDemand, SlotLease, SlotReturn
+from services.core.fixed_cost.slots import REPEAT_S, SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import PlacementFrame, PoolMember
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
@@ -150,6 +150,7 @@ class GatewayLeases:
         self._leader_s = clock.monotonic_s()
         self._members_s = -math.inf  # when the list of workers was received
         self._unreturned: dict[tuple[str, str, str], SlotsHere] = {}
+        self._refused: dict[SlotRefusal, None] = {}
         self.changed = asyncio.Event()
 
     # --- from the leader --------------------------------------------------------------------------
@@ -161,6 +162,9 @@ class GatewayLeases:
             self._replace_members(frame.members)
         if frame is not None and frame.leases:
             self.on_leases(frame.leases)
+        if frame is not None and frame.slot_refusals:
+            self._refused.update(dict.fromkeys(frame.slot_refusals))
+            self.changed.set()
 
     def on_leases(self, leases: Sequence[SlotLease]) -> None:
         """Replace the leases of these workers, versions and tenants."""
@@ -192,6 +196,15 @@ class GatewayLeases:
             SlotReturn(slots.lease.worker_id, slots.lease.digest, slots.lease.tenant, slots.lease.number)
             for slots in found.values()
         ]
+
+    def take_refused(self) -> list[SlotRefusal]:
+        """Return and clear the demands that no node of their tenants' groups can serve."""
+        found, self._refused = self._refused, {}
+        return list(found)
+
+    def has_lease(self, digest: str, tenant: str) -> bool:
+        """Whether the leader leased slots of the version to the tenant."""
+        return (digest, tenant) in self._slots
 
     def is_served(self, digest: str) -> bool:
         """Whether a worker of the list serves the version."""

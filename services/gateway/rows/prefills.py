@@ -151,6 +151,8 @@ class _EmbeddedRow(SequenceAttempts):
             deadline_left_s=left_s,
             tenant_weight=request.tenant_weight,
             node_group=request.node_group,
+            isolation_waits=request.isolation_waits,
+            kv_share=request.kv_share,
             ttft_target_s=request.target_s or None,
         )
 
@@ -165,6 +167,7 @@ class _EmbeddedRow(SequenceAttempts):
             tenant_id=self._request.tenant_id,
             grant=grant,
             node_group=self._request.node_group,
+            kv_share=self._request.kv_share,
             initial_credit_tokens=1,
             time_left_s=self._left_s(),
             traceparent=self._request.traceparent,

@@ -113,6 +113,7 @@ class QueuedRow:
     lost_on: str = ""  # the worker on which it was lost, and when
     lost_s: float = 0.0
     excluded: tuple[str, ...] = ()  # that worker, for a while
+    lacks_node: bool = False  # the leader reported that no node of its tenant's group serves its version
     over: bool = False
 
     @property

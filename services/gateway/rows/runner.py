@@ -24,6 +24,7 @@ from services.core.errors import (
     DeadlineUnmeetable,
     FairwayError,
     InternalError,
+    IsolationUnavailable,
     NoWorkerAvailable,
     Overloaded,
     QueueFull,
@@ -36,6 +37,7 @@ from services.core.errors import (
 from services.core.estimates.sketch import Sketch
 from services.core.fixed_cost.explained import MAX_TRIPS, RowsExplanation, RowTrip
 from services.core.fixed_cost.rows import RowEnd, RowSpec, RowsRequest
+from services.core.fixed_cost.slots import SlotRefusal
 from services.core.generation import NotAdmittedReason
 from services.core.limits import share_of
 from services.core.records import Priority
@@ -460,6 +462,8 @@ class LeasedRows:
 
     def _turn(self, now_s: float) -> None:
         expires = now_s >= self._expire_s
+        for refused in self._leases.take_refused():
+            self._refuse(refused)
         for digest, queue in list(self._queues.items()):
             for tenant in queue.tenants:
                 self._start_rows(digest, tenant)
@@ -476,25 +480,43 @@ class LeasedRows:
             self._slots.slots_returned(found)
         self._demands.send_due()
 
+    def _refuse(self, refused: SlotRefusal) -> None:
+        """Give up the tenant's rows that are not to wait for a node of its group."""
+        queue = self._queues.get(refused.digest)
+        for row in () if queue is None else queue.rows():
+            request = row.request
+            if request.tenant_id != refused.tenant:
+                continue
+            row.lacks_node = True
+            if not request.isolation_waits:
+                self._give_up(row, IsolationUnavailable.of(request.model, request.node_group))
+
+    def _give_up(self, row: QueuedRow, error: FairwayError) -> None:
+        """End a row that waits. A lost one ends alone: others of its request may be answered."""
+        if row.over:
+            return
+        if row.lost_on:
+            self._settle(row, RowEnd(error=error))
+        else:
+            _fail(self._runs[row], error)
+
     def _expire(self, rows: Iterable[QueuedRow], now_s: float) -> None:
         for row in rows:
             if row.excluded and now_s - row.lost_s > EXCLUDED_S:
                 row.excluded = ()  # its worker may be the only one
-            error = self._overdue(row, now_s)
-            if error is None or row.over:
-                continue
-            if row.lost_on:
-                self._settle(row, RowEnd(error=error))
-            else:
-                _fail(self._runs[row], error)
+            if (error := self._overdue(row, now_s)) is not None:
+                self._give_up(row, error)
 
     def _overdue(self, row: QueuedRow, now_s: float) -> FairwayError | None:
         """Return why a row that waits is given up, None while it is not."""
         request = row.request
-        if now_s >= request.deadline_s:
-            return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
-        if now_s - row.queued_s <= self._limits.queue_ttl_s:
+        late = now_s >= request.deadline_s
+        if not late and now_s - row.queued_s <= self._limits.queue_ttl_s:
             return None
+        if row.lacks_node and not self._leases.has_lease(request.version_digest, request.tenant_id):
+            return IsolationUnavailable.of(request.model, request.node_group)
+        if late:
+            return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
         within = f"within {self._limits.queue_ttl_s:g} s"
         if not self._leases.is_served(request.version_digest):
             text = f"no worker served {request.model} {within}"

@@ -259,6 +259,8 @@ class Rows:
             route_revision=route.route_revision,
             tenant_weight=self._payer.tenant.weight,
             node_group=self._payer.tenant.node_group,
+            isolation_waits=self._payer.tenant.isolation_waits,
+            kv_share=self._payer.tenant.kv_share,
             deadline_s=terms.received.monotonic_s + terms.timeout_s,
             traceparent=self._request.timer.traceparent,
             target_s=self._ports.ttft_target_s(route.model, priority) or 0.0,

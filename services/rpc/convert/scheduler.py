@@ -23,7 +23,7 @@ from services.core.decisions import (
 )
 from services.core.errors import FairwayError, InvalidInput
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
-from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
+from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import (
     Granted,
     PlacementFrame,
@@ -108,6 +108,7 @@ _DEMAND: Final = Mirror(
     {**_OF_TENANT, "tenant_weight": Pair("tenant_weight", read=lambda weight: weight or 1.0)},
 )
 _LEASE: Final = Mirror(SlotLease, pb.SlotLease, {**_SLOTS_OF, "ttl_s": Pair("ttl_ms", _ms, _seconds)})
+_UNSERVED: Final = Mirror(SlotRefusal, pb.SlotRefusal, _SLOTS_OF)
 _RETURN: Final = Mirror(SlotReturn, pb.SlotReturn, _SLOTS_OF)
 _REPORT: Final = Mirror(
     ReportSnapshot,
@@ -206,6 +207,7 @@ def frame_to_proto(frame: PlacementFrame) -> pb.ConnectResponse:
         pressures=map(_PRESSURE.to_proto, frame.pressures or ()),
         slot_leases=map(_LEASE.to_proto, frame.leases),
         explain=frame.questions,
+        slot_refusals=map(_UNSERVED.to_proto, frame.slot_refusals),
     )
     if frame.members is not None:
         message.fleet.members.extend(map(_MEMBER.to_proto, frame.members))
@@ -224,6 +226,7 @@ def frame_from_proto(message: pb.ConnectResponse, epoch: int) -> PlacementFrame:
         members=tuple(map(_MEMBER.from_proto, message.fleet.members)) if message.HasField("fleet") else None,
         leases=tuple(map(_LEASE.from_proto, message.slot_leases)),
         questions=tuple(message.explain),
+        slot_refusals=tuple(map(_UNSERVED.from_proto, message.slot_refusals)),
     )
 
 

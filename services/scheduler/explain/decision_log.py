@@ -69,6 +69,7 @@ class _Record:
     looks: int = 0  # attempts, without the short ones
     looks_without_room: int = 0  # attempts that found no worker with room
     looks_giving_way: int = 0  # attempts that were held back because the tenant has more than its share
+    looks_over_budget: int = 0
     short_attempts: int = 0
     bypassed: int = 0
     counter: float = 0.0
@@ -155,6 +156,7 @@ class DecisionLog:
         if found is NO_ROOM:
             return
         record.looks += 1
+        record.looks_over_budget += item.over_budget
         if found.rejections.counts:
             record.rejections = found.rejections
         if isinstance(found, Chosen):
@@ -322,6 +324,7 @@ class DecisionLog:
             looks=record.looks + record.short_attempts,
             looks_without_room=record.looks_without_room + record.short_attempts,
             looks_giving_way=record.looks_giving_way,
+            looks_over_budget=record.looks_over_budget,
             bypassed=record.bypassed,
             counter_tokens=record.counter,
             reserved_tokens=0 if query is None else query.demand.reserved_tokens,

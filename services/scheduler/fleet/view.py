@@ -72,6 +72,7 @@ from services.scheduler.policy.step_time import StepTimes, WorkerKind
 _PRICED_STEP: Final = (1, 512, 32, 0)  # the work by which prices are compared
 _EMPTY: Final[Mapping[str, Candidate]] = MappingProxyType({})
 _NO_POOL: Final = no_worker(NO_REJECTIONS)
+_GATHER_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class FleetView:
         # Ordered: every grant is held for the same time.
         self._lapses: deque[tuple[float, str, int]] = deque()
         self._outstanding = 0
+        self._gathered_s: float | None = None  # when the workers have reported to this term
 
     @property
     def workers(self) -> int:
@@ -187,6 +189,14 @@ class FleetView:
         """Whether a node of the group reports the version, loaded or on its way."""
         states = (self._workers[worker_id] for worker_id in self.candidates(digest))
         return any(worker.node_group == node_group and worker.reporting for worker in states)
+
+    def lacks_group(self, digest: str, node_group: str, now_s: float) -> bool:
+        """Whether no node of a tenant's group reports the version. False in a term's first seconds: its
+        workers have yet to report."""
+        if self._gathered_s is None:
+            self._gathered_s = now_s + _GATHER_S
+        gathered = now_s >= self._gathered_s
+        return bool(node_group) and gathered and not self.reports_group(digest, node_group)
 
     def candidates(self, digest: str) -> Mapping[str, Candidate]:
         """Return the pools of a version by worker: immutable values in a read-only mapping."""

@@ -20,7 +20,7 @@ from itertools import islice
 from random import Random
 from typing import Final
 
-from services.core.errors import FairwayError, InvalidInput, QueueFull, ShareExceeded
+from services.core.errors import FairwayError, InvalidInput, IsolationUnavailable, QueueFull, ShareExceeded
 from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy
@@ -39,7 +39,7 @@ from services.scheduler.policy.queue.fair_order import (
 )
 from services.scheduler.policy.queue.length import LengthPolicy
 from services.scheduler.queue.index import Pool, QueueIndex, QueueLimits, size_bytes_of
-from services.scheduler.queue.refusals import beyond_kv_budget, full_of, no_node_of, timed_out, too_long
+from services.scheduler.queue.refusals import beyond_kv_budget, full_of, timed_out, too_long
 from services.scheduler.queue.rules import PRODUCTION, PassContext, QueueDiscipline, QueueRule
 from services.scheduler.queue.service_ledger import LedgerPolicy, ServiceLedger
 from services.scheduler.queue.waiting import (
@@ -60,7 +60,6 @@ Tried = tuple[QueuedPlacement, Chosen | FairwayError]
 
 _MAX_RECLAIMED: Final = 4096
 _LOOKS_FOR_SLOTS: Final = 4
-_GATHER_S: Final = 3.0
 
 
 class GrantPass:
@@ -265,7 +264,6 @@ class FlowQueue:
         self._dirty: dict[str, None] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
         self._numbers = 0
-        self._gathered_s: float | None = None  # when the workers have reported to this term
         # Offset of the arrival clock from the monotonic clock, as far as arrivals show it.
         self._ahead_us = -math.inf
         self._hold_s = fleet.limits.grant_ttl_s + fleet.limits.transit_margin_s
@@ -496,12 +494,10 @@ class FlowQueue:
         return refusal
 
     def _isolated(self, spec: PlaceSpec, now_s: float) -> FairwayError | None:
-        """Return why no node may run the placement. The workers of a term need a moment to report."""
-        if self._gathered_s is None:
-            self._gathered_s = now_s + _GATHER_S
-        if not spec.node_group or spec.isolation_waits or now_s < self._gathered_s:
+        """Return why no node may run the placement."""
+        if spec.isolation_waits or not self._fleet.lacks_group(spec.version_digest, spec.node_group, now_s):
             return None
-        return None if self._fleet.reports_group(spec.version_digest, spec.node_group) else no_node_of(spec)
+        return IsolationUnavailable.of(spec.model, spec.node_group)
 
     def _beyond_budget(self, item: QueuedPlacement) -> FairwayError | None:
         """Return why the placement alone exceeds its tenant's KV budget on every worker."""
@@ -526,7 +522,7 @@ class FlowQueue:
     def _timed_out(self, item: QueuedPlacement, now_s: float) -> FairwayError:
         digest, group = item.spec.version_digest, item.spec.node_group
         if group and not self._fleet.reports_group(digest, group):
-            return no_node_of(item.spec)
+            return IsolationUnavailable.of(item.spec.model, group)
         found, pool = self._pass.choose(digest, item.query), self.waiting.pool(digest)
         queued = 0 if pool is None else len(pool.order)
         full = full_of(item.query, self._fleet.candidates(digest).values())

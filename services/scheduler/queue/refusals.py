@@ -7,7 +7,6 @@ from typing import Final
 
 from services.core.errors import (
     FairwayError,
-    IsolationUnavailable,
     KvBudgetExceeded,
     NoWorkerAvailable,
     PromptTooLong,
@@ -63,17 +62,6 @@ def timed_out(spec: PlaceSpec, found: Chosen | NoWorker, full: str, *, retry_aft
         return NoWorkerAvailable(text, retry_after_s=retry_after_s, model=spec.model)
     text = f"{waited}{full}; {retry_in(retry_after_s)}"
     return QueueTimeout(text, retry_after_s=retry_after_s, model=spec.model)
-
-
-def no_node_of(spec: PlaceSpec) -> IsolationUnavailable:
-    """Return the error of a request that no node of its group can serve."""
-    return IsolationUnavailable(
-        f"no node of {spec.node_group} serves {spec.model}, and its requests run on no other; start one, or "
-        f"`fairway nodes assign` one to the tenant; {retry_in(_LOADING_RETRY_S)}",
-        retry_after_s=_LOADING_RETRY_S,
-        model=spec.model,
-        node_group=spec.node_group,
-    )
 
 
 def beyond_kv_budget(spec: PlaceSpec, demand: Demand, budget_tokens: int) -> KvBudgetExceeded:

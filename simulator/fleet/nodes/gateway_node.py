@@ -270,7 +270,7 @@ class GatewayNode:
         workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
         self.workers = self.make_workers(workers)
         self.rows = LeasedRows(workers, self.placement, self.leases, clock, supervisor)
-        self._weights = {tenant.name: tenant.weight for tenant in spec.tenants}
+        self._tenants = {tenant.name: tenant for tenant in spec.tenants}
 
     def _ports(self, telemetry: GatewayTelemetry, quarantine: Quarantine) -> Ports:
         process = self._process
@@ -387,6 +387,7 @@ class GatewayNode:
         self, sim_rows: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
     ) -> asyncio.Task[None]:
         """Run rows as an admitted sim_rows; cancelling the task withdraws them."""
+        tenant = self._tenants[sim_rows.tenant]
         within_s = math.inf if sim_rows.deadline_s is None else sim_rows.deadline_s
         request = RowsRequest(
             self._process.ids.request_id(),
@@ -395,7 +396,9 @@ class GatewayNode:
             ROWS_DIGEST,
             rows,
             sim_rows.priority,
-            tenant_weight=self._weights[sim_rows.tenant],
+            tenant_weight=tenant.weight,
+            node_group=tenant.node_group,
+            isolation_waits=tenant.isolation_waits,
             deadline_s=self._process.clock.monotonic_s() + within_s,
         )
         return self._process.spawn("rows", self._run_rows(request, ended))

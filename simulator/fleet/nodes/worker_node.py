@@ -89,6 +89,10 @@ class WatchedTally(Tally):
         if tokens:
             self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(output=tokens))
 
+    def add_rows(self, key: Key, rows: int, device_s: float) -> None:
+        super().add_rows(key, rows, device_s)
+        self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(rows=rows))
+
     def add_ended(self, usage: SequenceUsage) -> None:
         super().add_ended(usage)
         self._watch.ended(self._worker_id, usage)

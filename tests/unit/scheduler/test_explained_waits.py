@@ -61,11 +61,13 @@ class Rig:
             self.queue.touch(self.fleet.apply(index, told, self.clock.now_s))
         self.turn()
 
-    def ask(self, *, blocks: int = 4, tenant: str = "acme") -> str:
+    def ask(self, *, blocks: int = 4, tenant: str = "acme", kv_share: float = 0.0) -> str:
         self.asked += 1
         name = f"req_{self.asked}"
         spec: PlaceSpec = replace(
-            place_spec(prompt_tokens=blocks * BLOCK - 1, max_output_tokens=1, tenant=tenant), request_id=name
+            place_spec(prompt_tokens=blocks * BLOCK - 1, max_output_tokens=1, tenant=tenant),
+            request_id=name,
+            kv_share=kv_share,
         )
         self.queue.submit(1, self.asked, spec, spec.arrival_unix_us, self.clock.now_s)
         return name
@@ -159,6 +161,19 @@ def test_one_that_gives_way_says_so() -> None:
     assert cell(told, "why").startswith("yielding at 1")
     told = rig.told(other)
     assert (told.outcome, told.looks_giving_way) == ("GRANTED", 0)
+
+
+def test_one_whose_tenant_is_at_its_kv_budget_says_so() -> None:
+    """It goes to a worker where its tenant has budget left, and waits only where none is."""
+    rig = Rig(2)
+    names = [rig.ask(blocks=12, kv_share=0.25) for _ in range(3)]
+    rig.turn()
+    first, second, third = map(rig.told, names)
+    assert [first.outcome, second.outcome, third.outcome] == ["GRANTED", "GRANTED", QUEUED]
+    assert {first.worker_id, second.worker_id} == {"w0", "w1"}
+    assert (first.looks_over_budget, second.looks_over_budget) == (0, 1)
+    assert (third.looks, third.looks_over_budget) == (1, 1)
+    assert cell(third, "why") == "at its KV budget at 1; within_kv_budget:2"
 
 
 def test_one_whose_tenant_has_its_share_of_long_prompts_says_so() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -133,6 +134,15 @@ async def test_each_row_is_a_sequence_without_output_and_ends_in_order() -> None
     assert {place.ticket for place in fleet.places} == {b"3 3"}
     assert all(start.embed and start.generation.limits.max_tokens == 0 for start in fleet.starts)
     assert fleet.live == 0
+
+
+async def test_a_row_carries_the_tier_and_the_kv_budget_of_its_tenant() -> None:
+    fleet = Fleet()
+    tier: dict[str, Any] = {"node_group": "dedicated/acme", "isolation_waits": True, "kv_share": 0.25}
+    await runner(fleet).run(msgspec.structs.replace(request([7, 8]), **tier))
+    (place,), (start,) = fleet.places, fleet.starts
+    assert {name: getattr(place, name) for name in tier} == tier
+    assert (start.node_group, start.kv_share) == ("dedicated/acme", 0.25)
 
 
 async def test_a_large_request_holds_a_bounded_number_of_grants() -> None:

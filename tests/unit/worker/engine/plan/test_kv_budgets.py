@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.plan.kv_budgets import KvBudgets
+from services.worker.engine.prefix.cache import PrefixCache
 from services.worker.engine_protocol import Cancel, Submit
 from tests.unit.worker.engine.prefix.cache_rig import CacheRig, ask
 
@@ -114,8 +114,8 @@ OPERATIONS = st.lists(
 )
 
 
-def run(operations: list[tuple[str, str, int, int]]) -> None:
-    rig, handles = CacheRig(32, max_sequences=6, max_model_len=512), 0
+def run(operations: list[tuple[str, str, int, int]], *, cache: type[PrefixCache] = PrefixCache) -> None:
+    rig, handles = CacheRig(32, max_sequences=6, max_model_len=512, cache=cache), 0
     for kind, tenant, number, output in operations:
         if kind == "ask":
             handles += 1
@@ -139,8 +139,13 @@ def test_no_budget_is_ever_exceeded_and_everything_ends(
     run(operations)
 
 
-def test_a_planned_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check of growth, a decode takes a block beyond its tenant's budget."""
-    monkeypatch.setattr(KvBudgets, "makes_room", lambda *_: True)
+class CountsNoSequences(PrefixCache):
+    """A pool with a bug: to the budgets, sequences hold nothing."""
+
+    def freed_by(self, tables: Iterable[Sequence[int]], *, kept: Collection[int] = ()) -> int:
+        return 0
+
+
+def test_a_planted_bug_is_found() -> None:
     with pytest.raises(AssertionError, match="exceeds its"):
-        run([("ask", "acme", 100, 30), ("ask", "acme", 101, 30), ("step", "", 4, 0)])
+        run([("ask", "acme", 100, 30), ("ask", "acme", 101, 30), ("step", "", 4, 0)], cache=CountsNoSequences)

@@ -123,10 +123,11 @@ class CacheRig:
         ratio: float = 0.5,
         attention_half_tokens: int = 1 << 30,
         launch: Callable[[Runner], Executor] = Inline,
+        cache: type[PrefixCache] = PrefixCache,
     ) -> None:
         longest = max_model_len or blocks * block_size
         least = -(-longest // block_size)
-        self.cache = PrefixCache(
+        self.cache = cache(
             BlockManager(blocks, block_size, least_blocks=least),
             EvictionLimits(domain_ratio=ratio, attention_half_tokens=attention_half_tokens),
         )
