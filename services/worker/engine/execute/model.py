@@ -16,7 +16,7 @@ from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.weights import EMBEDDING, HEAD
 from services.worker.engine.execute.adapters import AdaptedRows, AdapterSet
 from services.worker.engine.execute.attention import Attention
-from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Projection
+from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Parts, Projection
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.load.weights import Checkpoint
 
@@ -157,10 +157,13 @@ def load_weights(
     def tensor(name: str) -> torch.Tensor:
         return checkpoint.tensor(name, dtype=dtype).to(device)
 
-    def joined(*names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def product(name: str) -> torch.Tensor:
+        return checkpoint.tensor(name, dtype=dtype, copy=not operators.copies).to(device)
+
+    def joined(*names: str, bias: bool) -> tuple[Parts, torch.Tensor | None]:
         """Several projections of one input become one product."""
-        weight = torch.cat([tensor(f"{name}.weight") for name in names])
-        return weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
+        parts = [product(f"{name}.weight") for name in names]
+        return parts, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
@@ -182,7 +185,7 @@ def load_weights(
         layers.append(layer(index))
         progress((index + 1) / (config.layers + 1))
     embedding, norm = tensor(EMBEDDING), tensor("model.norm.weight")
-    head = operators.projection(embedding if config.tied else tensor(HEAD), None)
+    head = operators.projection([embedding if config.tied else product(HEAD)], None)
     loaded = [embedding, norm, *(part for one in layers for part in _tensors(one))]
     products = [part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down)]
     size = sum(part.nbytes for part in loaded) + sum(part.bytes for part in products)

@@ -20,18 +20,21 @@ from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine.unsupported import BadCheckpoint
 
 
-def owned_tensor(file: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of an open file, converted, that the caller owns. Raises BadCheckpoint."""
+def tensor_of(file: Any, name: str, dtype: torch.dtype, *, copy: bool = True) -> torch.Tensor:
+    """Return a tensor of an open file, converted, for its caller to own. Raises BadCheckpoint.
+
+    Without ``copy`` it may be a view of the file, for a caller that copies it while the file is open: a file
+    that is overwritten in place must not change a loaded model.
+    """
     try:
         stored: torch.Tensor = file.get_tensor(name)
     except SafetensorError as error:
         raise BadCheckpoint(f"{name} cannot be read") from error
-    # A copy: a file that is overwritten in place must not change a loaded model.
-    owned = stored.to(dtype, copy=True)
-    least, most = torch.aminmax(owned)  # both are NaN where any is
+    found = stored.to(dtype, copy=copy)
+    least, most = torch.aminmax(found)  # both are NaN where any is
     if not (least.isfinite() and most.isfinite()):
         raise BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
-    return owned
+    return found
 
 
 class Checkpoint:
@@ -60,9 +63,9 @@ class Checkpoint:
         self._sources.clear()
         self._stack.close()
 
-    def tensor(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that the caller owns, in its checked shape, converted to ``dtype``."""
-        return owned_tensor(self._sources[name], name, dtype)
+    def tensor(self, name: str, *, dtype: torch.dtype, copy: bool = True) -> torch.Tensor:
+        """Return a tensor in its checked shape, converted to ``dtype``; ``copy`` as in ``tensor_of``."""
+        return tensor_of(self._sources[name], name, dtype, copy=copy)
 
     def _open(self, path: Path) -> Any:
         try:

@@ -55,7 +55,7 @@ def _linear(operators: NativeOperators, dtype: torch.dtype) -> bool:
     added = [
         [a + b for a, b in zip(*rows, strict=True)] for rows in zip(products, _rows(residual), strict=True)
     ]
-    projection = operators.projection(weight, bias)
+    projection = operators.projection([weight], bias)
     return _near(projection(x), products) and _near(projection.add_to(residual, x), added)
 
 
@@ -66,7 +66,7 @@ def _gated(operators: NativeOperators, dtype: torch.dtype) -> bool:
         [gate / (1.0 + math.exp(-gate)) * up for gate, up in zip(row[:INNER], row[INNER:], strict=True)]
         for row in _products(x, weight, bias)
     ]
-    return _near(operators.gated(weight, bias)(x), expected)
+    return _near(operators.gated([weight], bias)(x), expected)
 
 
 def _norm(operators: NativeOperators, dtype: torch.dtype) -> bool:
