@@ -19,6 +19,14 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Parts = Sequence[torch.Tensor]  # a weight [out, in] in pieces [some of out, in], in their order
 
 
+class NotFinite(ValueError):
+    """A part of a weight holds a number that is not finite."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 class Projection(Protocol):
     """A linear map with its weight, which may be packed. ``bytes`` are those of its parameters."""
 
@@ -57,10 +65,10 @@ class HeadNorms:
 class Operators(Protocol):
     """Rows [rows, ...] are contiguous, of one data type, on one device."""
 
-    copies: bool  # whether weights may be views of a file that is then closed
+    copies: bool  # whether weights are copied and checked, by any thread: parts may be views of a file
 
     def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
-        """Take over weight [out, in] and bias [out]."""
+        """Take over weight [out, in] and bias [out]. Raises NotFinite where it checks."""
 
     def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """Take over weight [2 * inner, in] and bias [2 * inner]: the gate's rows, then the other's."""

@@ -103,6 +103,7 @@ class Library:
             return found
 
         self.pack = function(f"pack_{suffix}", c_void_p, c_void_p, *[c_int64] * 4, c_int32)
+        self.pack.restype = c_int32
         self.linear = function(f"linear_{suffix}", ctypes.POINTER(LinearCall))
         self.norm = function(
             f"norm_{suffix}", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32

@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.execute.executor import RuledRows
-from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Parts, Projection
+from services.worker.engine.execute.operators import (
+    Gated,
+    HeadNorms,
+    Heads,
+    NotFinite,
+    Operators,
+    Parts,
+    Projection,
+)
 from services.worker.engine.native.library import Library, LinearCall, RotateCall, RuleOutCall
 
 LANES: Final = 16  # numbers in a vector, equal to the constant in source/simd.h
@@ -128,10 +136,11 @@ class _Packed:
         self._columns = rows // 2 if gated else rows
         panels = -(-self._columns // (LANES if gated else PANEL))
         self._weight = huge_tensor(panels * PANEL * self._k, parts[0].dtype)
-        first = 0
-        for part in parts:
+        first, room = 0, self._weight.data_ptr()
+        for index, part in enumerate(parts):
             source, count = part.contiguous(), len(part)
-            owner.library.pack(source.data_ptr(), self._weight.data_ptr(), first, count, rows, self._k, gated)
+            if not owner.library.pack(source.data_ptr(), room, first, count, rows, self._k, gated):
+                raise NotFinite(index)
             first += count
         self._bias = None if bias is None else bias.contiguous()
         self._owner = owner

@@ -48,22 +48,32 @@ struct Tiles {
     int rows(int64_t tile) const { return int(base + (tile < longer)); }
 };
 
-// Rows first to first + count of a weight [n][k] into its panels, which are zero before. A group of LANES rows stays in
-// one panel's columns, and PACKED_AT_ONCE numbers of each row keep those lines in the first-level cache.
+// Whether a number is finite: its exponent is not all ones.
+inline bool finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+// Rows first to first + count of a weight [n][k] into its panels, which are zero before; returns whether they are
+// finite. A group of LANES rows stays in one panel's columns, and PACKED_AT_ONCE numbers of each row keep those lines
+// in the first-level cache. One thread: callers pack several weights at once.
 template <typename T>
-void pack_weight(const T* weight, T* packed, int64_t first, int64_t count, int64_t n, int64_t k, bool gated) {
+bool pack_weight(const T* weight, T* packed, int64_t first, int64_t count, int64_t n, int64_t k, bool gated) {
     int64_t each = gated ? LANES : PANEL, columns = gated ? n / 2 : n;
-#pragma omp parallel for schedule(static)
-    for (int64_t group = first / LANES; group < (first + count + LANES - 1) / LANES; group++) {
-        int64_t from = std::max(first, group * LANES), to = std::min(first + count, (group + 1) * LANES);
+    bool all = true;
+    for (int64_t from = first; from < first + count;) {
+        int64_t to = std::min(first + count, (from / LANES + 1) * LANES);
         for (int64_t begin = 0; begin < k; begin += PACKED_AT_ONCE)
             for (int64_t row = from; row < to; row++) {
                 int64_t column = row % columns, lane = column % each + (row < columns ? 0 : each);
                 T* panel = packed + column / each * PANEL * k + lane;
                 const T* source = weight + (row - first) * k;
-                for (int64_t i = begin; i < std::min(k, begin + PACKED_AT_ONCE); i++) panel[i * PANEL] = source[i];
+                int64_t end = std::min(k, begin + PACKED_AT_ONCE);
+                bool these = true;
+                for (int64_t i = begin; i < end; i++) these &= finite(to_float(source[i]));
+                for (int64_t i = begin; i < end; i++) panel[i * PANEL] = source[i];
+                all &= these;
             }
+        from = to;
     }
+    return all;
 }
 
 // [rows of the tile][k] to float [k][rows of the tile].
