@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust sim sim-tests sim-scale sim-handoff sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust sim sim-tests sim-scale sim-handoff sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -296,6 +296,9 @@ bench-engine-peers: setup-dev ## Install those peers, each in an environment of 
 
 bench-vllm: setup-dev ## Compare vLLM behind Fairway with bare `vllm serve`; `fairway engines install vllm` first (about 20 minutes)
 	$(BIN)/python -m bench.vllm $(ARGS)
+
+bench-load: setup-dev ## Compare loading weights with a bare read of the file, transformers and vLLM (minutes)
+	$(BIN)/python -m bench.load $(ARGS)
 
 bench-guided: setup-dev ## Measure structured output: validity, resumes, tokens per second, neighbours (about 10 minutes)
 	$(BIN)/python -m bench.guided $(ARGS)

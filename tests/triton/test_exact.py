@@ -52,7 +52,7 @@ def forms(columns: int, depth: int, dtype: torch.dtype, has_bias: bool) -> Forms
     weight, pair = drawn(1, columns, depth, dtype=dtype), drawn(2, 2 * columns, depth, dtype=dtype)
     bias = drawn(3, 2 * columns, dtype=dtype) if has_bias else None
     own_bias = None if bias is None else bias[:columns]
-    projection, gated = exact.projection(weight, own_bias), exact.gated(pair, bias)
+    projection, gated = exact.projection([weight], own_bias), exact.gated([pair], bias)
     scale = drawn(4, depth, dtype=dtype)
     return {
         "plain": projection,
@@ -70,13 +70,13 @@ def expected(columns: int, depth: int, dtype: torch.dtype, has_bias: bool) -> Fo
         drawn(seed, count, depth, dtype=dtype).double() for seed, count in ((1, columns), (2, 2 * columns))
     )
     bias = drawn(3, 2 * columns, dtype=dtype).double() if has_bias else None
-    projection = plain.projection(weight, None if bias is None else bias[:columns])
+    projection = plain.projection([weight], None if bias is None else bias[:columns])
     scale = drawn(4, depth, dtype=dtype).double()
     return {
         "plain": projection,
         "unrounded": projection,
         "added": lambda x: projection.add_to(x[:, :1].repeat(1, columns), x),
-        "gated": plain.gated(pair, bias),
+        "gated": plain.gated([pair], bias),
         "norm": lambda x: plain.norm(x, scale),
     }
 

@@ -59,13 +59,13 @@ def test_gate_and_residual(dtype: torch.dtype, width: int) -> None:
         own_bias = None if offset is None else offset.to(dtype)
         wide_bias = None if own_bias is None else own_bias.double()
         ours, theirs = (
-            operators.gated(weight.to(dtype), own_bias)(x.to(dtype)),
-            plain.gated(weight.to(dtype).double(), wide_bias)(x.to(dtype).double()),
+            operators.gated([weight.to(dtype)], own_bias)(x.to(dtype)),
+            plain.gated([weight.to(dtype).double()], wide_bias)(x.to(dtype).double()),
         )
         # The product is rounded before the gate: relative to its size, not to the result's.
         torch.testing.assert_close(ours.double(), theirs, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-        mine = operators.projection(weight.to(dtype), own_bias)
+        mine = operators.projection([weight.to(dtype)], own_bias)
         added = mine.add_to(residual.to(dtype, copy=True), x.to(dtype))  # it is changed
-        wide = plain.projection(weight.to(dtype).double(), wide_bias)
+        wide = plain.projection([weight.to(dtype).double()], wide_bias)
         expected = wide.add_to(residual.to(dtype).double(), x.to(dtype).double())
         torch.testing.assert_close(added.double(), expected, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -45,7 +45,9 @@ def _launches(device: torch.device) -> bool:
 
     try:
         width = 16
-        gated = TritonOperators(kv_heads=1, eps=1e-6).gated(torch.ones(2 * width, width, device=device), None)
+        gated = TritonOperators(kv_heads=1, eps=1e-6).gated(
+            [torch.ones(2 * width, width, device=device)], None
+        )
         found = gated(torch.ones(1, width, device=device)).cpu()
     except Exception as error:  # whatever Triton, its compiler or the driver raise: torch computes then
         log.warning("kernels.not_used", reason=f"{type(error).__name__}: {error}"[:500])

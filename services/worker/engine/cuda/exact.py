@@ -14,7 +14,7 @@ import torch
 
 from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda.operators import TritonOperators
-from services.worker.engine.execute.operators import HeadNorms, Heads
+from services.worker.engine.execute.operators import HeadNorms, Heads, Parts, whole
 
 ROW_COLUMNS: Final = 1024  # columns of a row that are read at once
 
@@ -40,17 +40,19 @@ TILES: Final = {
 class ExactOperators:
     """Implements ``Operators``: a row's result is a function of that row and the weights, to the last bit."""
 
+    copies = False
+
     def __init__(self, *, kv_heads: int, eps: float) -> None:
         self._by_head = TritonOperators(kv_heads=kv_heads, eps=eps)  # one program per row and head
         self._eps = eps
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def projection(self, parts: Parts, bias: torch.Tensor | None) -> Product:
         """See ``Operators``."""
-        return Product(weight, bias, gated=False)
+        return Product(whole(parts), bias, gated=False)
 
-    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def gated(self, parts: Parts, bias: torch.Tensor | None) -> Product:
         """See ``Operators``."""
-        return Product(weight, bias, gated=True)
+        return Product(whole(parts), bias, gated=True)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See ``Operators``."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.cuda import elementwise as kernels
-from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Projection
+from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Parts, Projection, whole
 
 GATE_COLUMNS: Final = 1024  # columns that one program computes
 
@@ -21,17 +21,19 @@ GATE_COLUMNS: Final = 1024  # columns that one program computes
 class TritonOperators:
     """Implements ``Operators``."""
 
+    copies = False
+
     def __init__(self, *, kv_heads: int, eps: float) -> None:
         self._kv_heads = kv_heads
         self._eps = eps
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
         """See ``Operators``."""
-        return _Linear(weight, bias)
+        return _Linear(whole(parts), bias)
 
-    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated:
+    def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """See ``Operators``."""
-        return _Gated(_Linear(weight, bias))
+        return _Gated(_Linear(whole(parts), bias))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See ``Operators``."""

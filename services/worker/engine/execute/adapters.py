@@ -24,7 +24,7 @@ from fairway.formats.weights import BadWeights, expected_shapes
 from services.worker.engine.execute.operators import Gated, Operators, Projection
 from services.worker.engine.execute.step_rows import Ints
 from services.worker.engine.load.config import read_part
-from services.worker.engine.load.weights import owned_tensor
+from services.worker.engine.load.weights import tensor_of
 from services.worker.engine.unsupported import BadCheckpoint
 
 SLICE_ROWS: Final = 64  # rows that are changed at once, which bounds the memory besides the weights
@@ -96,7 +96,7 @@ class AdapterSet:
             with torch.inference_mode(), safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
 
                 def tensor(name: str) -> torch.Tensor:
-                    return owned_tensor(file, name, torch.float32)
+                    return tensor_of(file, name, torch.float32)
 
                 mine: Container[int] = self._share.layers if self._share else range(self._model.layers)
                 layers = [
@@ -154,7 +154,7 @@ class AdapterSet:
                     block[:, column : column + size] = b * adapter.scale
                 blocks.append(self._part(module, "B", block))
             left, right = (
-                self._operators.projection(part.to(self._dtype), None) for part in (a, torch.cat(blocks))
+                self._operators.projection([part.to(self._dtype)], None) for part in (a, torch.cat(blocks))
             )
             total = None if self._share is None else partial(self._share.total, product)
             found[product] = LowRank(left, right, total)

@@ -7,7 +7,9 @@ separates the rows by sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,11 @@ from fairway.formats.decoder_config import ModelConfig
 from fairway.formats.weights import EMBEDDING, HEAD
 from services.worker.engine.execute.adapters import AdaptedRows, AdapterSet
 from services.worker.engine.execute.attention import Attention
-from services.worker.engine.execute.operators import Gated, HeadNorms, Operators, Projection
+from services.worker.engine.execute.operators import Gated, HeadNorms, NotFinite, Operators, Parts, Projection
 from services.worker.engine.execute.rope import Rope
-from services.worker.engine.load.weights import Checkpoint
+from services.worker.engine.load.weights import Checkpoint, not_finite
+
+_Product = TypeVar("_Product", Projection, Gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,32 +161,49 @@ def load_weights(
     def tensor(name: str) -> torch.Tensor:
         return checkpoint.tensor(name, dtype=dtype).to(device)
 
-    def joined(*names: str, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def product(
+        make: Callable[[Parts, torch.Tensor | None], _Product], *names: str, bias: bool = False
+    ) -> _Product:
         """Several projections of one input become one product."""
-        weight = torch.cat([tensor(f"{name}.weight") for name in names])
-        return weight, torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
+        owned = not operators.copies
+        parts = [checkpoint.tensor(f"{name}.weight", dtype=dtype, owned=owned).to(device) for name in names]
+        biases = torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
+        try:
+            return make(parts, biases)
+        except NotFinite as error:
+            raise not_finite(f"{names[error.part]}.weight", dtype) from error
 
+    @torch.inference_mode()
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         norms = (tensor(f"{attention}{name}_norm.weight") for name in "qk" if config.qk_norm)
-        inputs = joined(*(attention + name for name in ("q_proj", "k_proj", "v_proj")), bias=config.qkv_bias)
+        inputs = (attention + name for name in ("q_proj", "k_proj", "v_proj"))
         return Layer(
             input_norm=tensor(prefix + "input_layernorm.weight"),
-            qkv=operators.projection(*inputs),
+            qkv=product(operators.projection, *inputs, bias=config.qkv_bias),
             head_norms=HeadNorms(*norms) if config.qk_norm else None,
-            output=operators.projection(*joined(attention + "o_proj", bias=config.output_bias)),
+            output=product(operators.projection, attention + "o_proj", bias=config.output_bias),
             mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
-            gate_up=operators.gated(*joined(mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias)),
-            down=operators.projection(*joined(mlp + "down_proj", bias=config.mlp_bias)),
+            gate_up=product(operators.gated, mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias),
+            down=product(operators.projection, mlp + "down_proj", bias=config.mlp_bias),
         )
 
-    layers = []
-    for index in range(config.layers):
-        layers.append(layer(index))
-        progress((index + 1) / (config.layers + 1))
+    @torch.inference_mode()
+    def output() -> Projection:
+        if config.tied:
+            return operators.projection([embedding], None)
+        return product(operators.projection, HEAD.removesuffix(".weight"))
+
     embedding, norm = tensor(EMBEDDING), tensor("model.norm.weight")
-    head = operators.projection(embedding if config.tied else tensor(HEAD), None)
+    layers = []
+    # Each thread makes a layer of its own: threads that share one wait for each other at every weight.
+    with ThreadPoolExecutor(torch.get_num_threads() if operators.copies else 1, "load") as pool:
+        last = pool.submit(output)
+        for each in pool.map(layer, range(config.layers)):
+            layers.append(each)
+            progress(len(layers) / (config.layers + 1))
+        head = last.result()
     loaded = [embedding, norm, *(part for one in layers for part in _tensors(one))]
     products = [part for one in layers for part in (one.qkv, one.output, one.gate_up, one.down)]
     size = sum(part.nbytes for part in loaded) + sum(part.bytes for part in products)

@@ -6,7 +6,7 @@ Each implementation states how far a row's result depends on the rows that are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,15 @@ import torch.nn.functional as F
 from services.worker.engine.execute.rope import rotate
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Parts = Sequence[torch.Tensor]  # a weight [out, in] in pieces [some of out, in], in their order
+
+
+class NotFinite(ValueError):
+    """A part of a weight holds a number that is not finite."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__(part)
+        self.part = part
 
 
 class Projection(Protocol):
@@ -56,10 +65,12 @@ class HeadNorms:
 class Operators(Protocol):
     """Rows [rows, ...] are contiguous, of one data type, on one device."""
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-        """Take over weight [out, in] and bias [out]."""
+    copies: bool  # whether weights are copied and checked, by any thread: parts may be views of a file
 
-    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated:
+    def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
+        """Take over weight [out, in] and bias [out]. Raises NotFinite where it checks."""
+
+    def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """Take over weight [2 * inner, in] and bias [2 * inner]: the gate's rows, then the other's."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -74,20 +85,27 @@ class Operators(Protocol):
         """
 
 
+def whole(parts: Parts) -> torch.Tensor:
+    """Return the weight in one piece; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 class TorchOperators:
     """A row's result depends on the other rows only where ``Linear`` states it."""
+
+    copies = False
 
     def __init__(self, *, kv_heads: int, eps: float) -> None:
         self._kv_heads = kv_heads
         self._eps = eps
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
         """See ``Operators``."""
-        return Linear(weight, bias)
+        return Linear(whole(parts), bias)
 
-    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated:
+    def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """See ``Operators``."""
-        return _Gated(Linear(weight, bias))
+        return _Gated(Linear(whole(parts), bias))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See ``Operators``."""

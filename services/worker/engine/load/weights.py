@@ -20,18 +20,27 @@ from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine.unsupported import BadCheckpoint
 
 
-def owned_tensor(file: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of an open file, converted, that the caller owns. Raises BadCheckpoint."""
+def not_finite(name: str, dtype: torch.dtype) -> BadCheckpoint:
+    return BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
+
+
+def tensor_of(file: Any, name: str, dtype: torch.dtype, *, owned: bool = True) -> torch.Tensor:
+    """Return a tensor of an open file, converted and finite, for its caller to own. Raises BadCheckpoint.
+
+    If not ``owned`` it may be a view of the file, unchecked, for a caller that copies and checks it while the
+    file is open: a file that is overwritten in place must not change a loaded model.
+    """
     try:
         stored: torch.Tensor = file.get_tensor(name)
     except SafetensorError as error:
         raise BadCheckpoint(f"{name} cannot be read") from error
-    # A copy: a file that is overwritten in place must not change a loaded model.
-    owned = stored.to(dtype, copy=True)
-    least, most = torch.aminmax(owned)  # both are NaN where any is
+    found = stored.to(dtype, copy=owned)
+    if not owned:
+        return found
+    least, most = torch.aminmax(found)  # both are NaN where any is
     if not (least.isfinite() and most.isfinite()):
-        raise BadCheckpoint(f"{name} holds values that are not finite in {dtype}")
-    return owned
+        raise not_finite(name, dtype)
+    return found
 
 
 class Checkpoint:
@@ -60,9 +69,9 @@ class Checkpoint:
         self._sources.clear()
         self._stack.close()
 
-    def tensor(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that the caller owns, in its checked shape, converted to ``dtype``."""
-        return owned_tensor(self._sources[name], name, dtype)
+    def tensor(self, name: str, *, dtype: torch.dtype, owned: bool = True) -> torch.Tensor:
+        """Return a tensor in its checked shape, converted to ``dtype``; ``owned`` as in ``tensor_of``."""
+        return tensor_of(self._sources[name], name, dtype, owned=owned)
 
     def _open(self, path: Path) -> Any:
         try:

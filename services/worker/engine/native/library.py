@@ -102,7 +102,8 @@ class Library:
             found.argtypes, found.restype = arguments, None
             return found
 
-        self.pack = function(f"pack_{suffix}", c_void_p, c_void_p, c_int64, c_int64, c_int32)
+        self.pack = function(f"pack_{suffix}", c_void_p, c_void_p, *[c_int64] * 4, c_int32)
+        self.pack.restype = c_int32
         self.linear = function(f"linear_{suffix}", ctypes.POINTER(LinearCall))
         self.norm = function(
             f"norm_{suffix}", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int32

@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.execute.executor import RuledRows
-from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Operators, Projection
+from services.worker.engine.execute.operators import (
+    Gated,
+    HeadNorms,
+    Heads,
+    NotFinite,
+    Operators,
+    Parts,
+    Projection,
+)
 from services.worker.engine.native.library import Library, LinearCall, RotateCall, RuleOutCall
 
 LANES: Final = 16  # numbers in a vector, equal to the constant in source/simd.h
@@ -49,23 +57,24 @@ class NativeOperators:
         self, library: Library, *, kv_heads: int, eps: float, threads: int, linears: Operators | None = None
     ) -> None:
         self.library = library
+        self.copies = linears is None or linears.copies
         self._linears = linears
         self._kv_heads = kv_heads
         self._eps = eps
         self.threads = threads
         self.scratch = Scratch()
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
         """See ``Operators``."""
         if self._linears is not None:
-            return self._linears.projection(weight, bias)
-        return _Linear(self, weight, bias, gated=False)
+            return self._linears.projection(parts, bias)
+        return _Linear(self, parts, bias, gated=False)
 
-    def gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Gated:
+    def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """See ``Operators``."""
         if self._linears is not None:
-            return self._linears.gated(weight, bias)
-        return _Gated(self, weight, bias, gated=True)
+            return self._linears.gated(parts, bias)
+        return _Gated(self, parts, bias, gated=True)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See ``Operators``."""
@@ -121,16 +130,18 @@ class NativeOperators:
 class _Packed:
     """A weight in panels, and what a call on it needs. ``bytes`` are those of weight and bias as given."""
 
-    def __init__(
-        self, owner: NativeOperators, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
-    ):
-        self.bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        rows, self._k = weight.shape
+    def __init__(self, owner: NativeOperators, parts: Parts, bias: torch.Tensor | None, *, gated: bool):
+        self.bytes = sum(part.nbytes for part in parts) + (0 if bias is None else bias.nbytes)
+        rows, self._k = sum(len(part) for part in parts), parts[0].shape[1]
         self._columns = rows // 2 if gated else rows
         panels = -(-self._columns // (LANES if gated else PANEL))
-        self._weight = huge_tensor(panels * PANEL * self._k, weight.dtype)
-        contiguous = weight.contiguous()
-        owner.library.pack(contiguous.data_ptr(), self._weight.data_ptr(), rows, self._k, gated)
+        self._weight = huge_tensor(panels * PANEL * self._k, parts[0].dtype)
+        first, room = 0, self._weight.data_ptr()
+        for index, part in enumerate(parts):
+            source, count = part.contiguous(), len(part)
+            if not owner.library.pack(source.data_ptr(), room, first, count, rows, self._k, gated):
+                raise NotFinite(index)
+            first += count
         self._bias = None if bias is None else bias.contiguous()
         self._owner = owner
 
@@ -189,7 +200,7 @@ class _Gated(_Packed):
         sides = F.pad(both.view(rows, 2, inner), (0, panels * LANES - inner)).view(rows, 2, panels, LANES)
         rows_of_panels = sides.transpose(1, 2).reshape(rows * panels, PANEL)
         # The gate of an identity is that of the panels, by the same instructions as any other.
-        identity = _Gated(self._owner, torch.eye(PANEL, dtype=both.dtype), None, gated=True)
+        identity = _Gated(self._owner, [torch.eye(PANEL, dtype=both.dtype)], None, gated=True)
         return identity(rows_of_panels).view(rows, panels * LANES)[:, :inner].contiguous()
 
 

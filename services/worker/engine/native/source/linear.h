@@ -22,6 +22,7 @@ constexpr int PANEL = 2 * LANES;
 constexpr int TILE_ROWS = WIDTH == 16 ? 14 : WIDTH == 8 ? 3 : 1;
 constexpr int64_t CHUNK_BYTES = 1 << 19;  // of packed x that stays in the second-level cache during a pass over the weight
 constexpr int64_t DEPTH = 512;             // terms of a sum between two visits to memory
+constexpr int64_t PACKED_AT_ONCE = 128;    // numbers of a row that are packed before the next row's
 constexpr int64_t NEXT_ROWS = 24;          // of a packed weight, that are asked for ahead
 
 enum Epilogue : int32_t { STORE = 0, ADD = 1, GATE = 2 };
@@ -47,18 +48,32 @@ struct Tiles {
     int rows(int64_t tile) const { return int(base + (tile < longer)); }
 };
 
+// Whether a number is finite: its exponent is not all ones.
+inline bool finite(float value) { return (as_bits(value) & 0x7f800000u) != 0x7f800000u; }
+
+// Rows first to first + count of a weight [n][k] into its panels, which are zero before; returns whether they are
+// finite. A group of LANES rows stays in one panel's columns, and PACKED_AT_ONCE numbers of each row keep those lines
+// in the first-level cache. One thread: callers pack several weights at once.
 template <typename T>
-void pack_weight(const T* weight, T* packed, int64_t n, int64_t k, bool gated) {
+bool pack_weight(const T* weight, T* packed, int64_t first, int64_t count, int64_t n, int64_t k, bool gated) {
     int64_t each = gated ? LANES : PANEL, columns = gated ? n / 2 : n;
-    int64_t panels = (columns + each - 1) / each;
-#pragma omp parallel for schedule(static)
-    for (int64_t panel = 0; panel < panels; panel++)
-        for (int lane = 0; lane < PANEL; lane++) {
-            int64_t column = panel * each + lane % each;
-            int64_t row = column + (lane >= each ? columns : 0);
-            T* to = packed + panel * PANEL * k + lane;
-            for (int64_t i = 0; i < k; i++) to[i * PANEL] = column < columns ? weight[row * k + i] : T{};
-        }
+    bool all = true;
+    for (int64_t from = first; from < first + count;) {
+        int64_t to = std::min(first + count, (from / LANES + 1) * LANES);
+        for (int64_t begin = 0; begin < k; begin += PACKED_AT_ONCE)
+            for (int64_t row = from; row < to; row++) {
+                int64_t column = row % columns, lane = column % each + (row < columns ? 0 : each);
+                T* panel = packed + column / each * PANEL * k + lane;
+                const T* source = weight + (row - first) * k;
+                int64_t end = std::min(k, begin + PACKED_AT_ONCE);
+                bool these = true;
+                for (int64_t i = begin; i < end; i++) these &= finite(to_float(source[i]));
+                for (int64_t i = begin; i < end; i++) panel[i * PANEL] = source[i];
+                all &= these;
+            }
+        from = to;
+    }
+    return all;
 }
 
 // [rows of the tile][k] to float [k][rows of the tile].

@@ -7,8 +7,9 @@
 using namespace fairway;
 
 #define FAIRWAY_OPERATORS(SUFFIX, T)                                                                             \
-    void fairway_pack_##SUFFIX(const T* weight, T* packed, int64_t n, int64_t k, int32_t gated) {               \
-        pack_weight(weight, packed, n, k, gated != 0);                                                           \
+    int32_t fairway_pack_##SUFFIX(const T* weight, T* packed, int64_t first, int64_t count, int64_t n, int64_t k, \
+                                  int32_t gated) {                                                               \
+        return pack_weight(weight, packed, first, count, n, k, gated != 0);                                      \
     }                                                                                                            \
     void fairway_linear_##SUFFIX(const LinearCall* call) { linear<T>(*call); }                                   \
     void fairway_norm_##SUFFIX(const T* x, const T* weight, T* out, int64_t rows, int64_t n, float eps,          \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle  # noqa: TID251  (it writes what must be refused)
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -247,4 +248,26 @@ def test_finite_weights_whose_logits_overflow_do_not_load(save_model: Any, load_
     content["lm_head.weight"] = torch.full_like(content["lm_head.weight"], 3e38)
     save_file(content, folder / SINGLE)
     with pytest.raises(BadCheckpoint, match="not finite in the warm-up"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attn.q_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ],
+)
+def test_a_product_that_is_not_finite_is_refused_by_its_part(
+    save_model: Any, load_engine: Any, name: str
+) -> None:
+    _, folder = save_model("Llama")
+    content, part = load_file(folder / SINGLE), f"model.layers.1.{name}.weight"
+    content[part][-1, -1] = math.nan
+    save_file(content, folder / SINGLE)
+    with pytest.raises(BadCheckpoint, match=rf"{re.escape(part)} holds values that are not finite"):
         load_engine(folder)

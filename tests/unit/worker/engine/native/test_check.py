@@ -30,9 +30,10 @@ def spoil(library: Library, name: str) -> None:
     """Four bytes of what the function writes become those of 3, in either type."""
     function, target = getattr(library, name), WRITES[name]
 
-    def spoiled(*arguments: Any) -> None:
-        function(*arguments)
+    def spoiled(*arguments: Any) -> Any:
+        returned = function(*arguments)
         ctypes.memset(target(*arguments), 0x40, 4)
+        return returned
 
     setattr(library, name, spoiled)
 
@@ -48,3 +49,10 @@ def test_a_function_that_errs_is_named(library: Load, dtype: torch.dtype, name: 
     spoiled = library(dtype)
     spoil(spoiled, name)
     assert wrong(spoiled, dtype) == (("linear",) if name == "pack" else (name,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_check_of_weights_that_errs_is_named(library: Load, dtype: torch.dtype) -> None:
+    spoiled = library(dtype)
+    spoiled.pack = lambda *_arguments: 0
+    assert wrong(spoiled, dtype) == ("linear",)

@@ -52,7 +52,7 @@ def test_whole_huge_pages_are_asked_for_and_the_rest_is_small() -> None:
 @needs_huge_pages
 def test_a_packed_weight_is_in_huge_pages(operators: Callable[..., NativeOperators]) -> None:
     weight = torch.ones(HUGE_PAGE // 4 // 64 + 32, 64)
-    for packed in (operators().projection(weight, None), operators().gated(weight, None)):
+    for packed in (operators().projection([weight], None), operators().gated([weight], None)):
         assert isinstance(packed, _Packed)
         assert "hg" in flags_at(packed._weight.data_ptr())
 

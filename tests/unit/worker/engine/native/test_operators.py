@@ -49,11 +49,11 @@ def test_projection(operators: Make, dtype: torch.dtype, rows: int, columns: int
     bias, residual = random(columns, dtype=dtype, seed=2), random(rows, columns, dtype=dtype, seed=3)
     expected, slack = x.double() @ weight.double().T, slack_of(x, weight)
     make = operators(dtype)
-    assert_near(make.projection(weight, None)(x), expected, slack)
-    assert_near(make.projection(weight, bias)(x), expected + bias.double(), slack)
-    added = make.projection(weight, bias).add_to(residual.clone(), x)
+    assert_near(make.projection([weight], None)(x), expected, slack)
+    assert_near(make.projection([weight], bias)(x), expected + bias.double(), slack)
+    added = make.projection([weight], bias).add_to(residual.clone(), x)
     assert_near(added, residual.double() + expected + bias.double(), slack)
-    assert make.projection(weight, bias).bytes == weight.nbytes + bias.nbytes
+    assert make.projection([weight], bias).bytes == weight.nbytes + bias.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,15 +66,28 @@ def test_gated(operators: Make, dtype: torch.dtype, rows: int, inner: int, k: in
     slack = slack_of(x, weight)
     gate, up = both.chunk(2, dim=-1)
     off = slack[:, :inner] * up.abs() + slack[:, inner:] * (gate.abs() + 1)
-    assert_near(operators(dtype).gated(weight, bias)(x), F.silu(gate) * up, 2 * off)
+    assert_near(operators(dtype).gated([weight], bias)(x), F.silu(gate) * up, 2 * off)
+
+
+@pytest.mark.parametrize("sizes", [(96, 32, 32), (40, 7, 1), (17,), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_in_parts_is_the_weight_in_one(
+    operators: Make, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> None:
+    """Parts end within a group of lanes as well as at its end, and are longer than what is packed at once."""
+    weight, x = random(sum(sizes), 300, dtype=dtype, seed=4), random(3, 300, dtype=dtype)
+    make, parts = operators(dtype), weight.split(sizes)
+    assert torch.equal(make.projection(parts, None)(x), make.projection([weight], None)(x))
+    double = torch.cat((weight, weight.flip(0)))
+    assert torch.equal(make.gated([*parts, weight.flip(0)], None)(x), make.gated([double], None)(x))
 
 
 def test_gate_at_its_ends(operators: Make) -> None:
     values = torch.tensor([[-1e4], [-88.0], [-87.0], [-20.0], [0.0], [20.0], [88.0], [1e4]])
-    got = operators().gated(torch.ones(2, 1), None)(values)[:, 0]
+    got = operators().gated([torch.ones(2, 1)], None)(values)[:, 0]
     expected = F.silu(values.double()) * values.double()
     assert torch.allclose(got.double(), expected[:, 0], rtol=1e-6, atol=1e-28)
-    assert bool(operators().gated(torch.ones(2, 1), None)(torch.tensor([[float("nan")]])).isnan())
+    assert bool(operators().gated([torch.ones(2, 1)], None)(torch.tensor([[float("nan")]])).isnan())
 
 
 @few
@@ -98,7 +111,7 @@ def test_a_row_of_a_linear_is_the_same_in_any_company(
         residual = random(rows, 2 * columns, dtype=dtype, seed=2)
         for name in ("projection", "gated", "add_to"):
             make = "projection" if name == "add_to" else name
-            mine, theirs = getattr(whole, make)(weight, None), getattr(alone, make)(weight, None)
+            mine, theirs = getattr(whole, make)([weight], None), getattr(alone, make)([weight], None)
             if name == "add_to":
                 everything = mine.add_to(residual.clone(), x)
                 some = theirs.add_to(residual[start : start + len(part)].clone(), part)

@@ -186,8 +186,13 @@ def test_every_level_computes_and_those_with_fma_to_the_same_bits(
         library = Library(path, dtype)
         operators = NativeOperators(library, kv_heads=1, eps=1e-5, threads=2)
         normed = operators.norm(x, weight[0])
-        linear = operators.projection(weight, bias)
-        parts = [normed, operators.gated(weight, bias)(normed), linear(x), linear.add_to(residual.clone(), x)]
+        linear = operators.projection([weight], bias)
+        parts = [
+            normed,
+            operators.gated([weight], bias)(normed),
+            linear(x),
+            linear.add_to(residual.clone(), x),
+        ]
         q, k, v = operators.heads(qkv.clone(), HeadNorms(norm, norm), cos, sin)
         pool = NativeKvCache(KvShape(1, 1, dim, 16, dtype), 2)
         attention = NativeAttention(library, pool, windows=[None], threads=2)
