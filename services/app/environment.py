@@ -178,7 +178,7 @@ class Environment:
             return None
         refused = self.metrics.counter(
             "fairway_rpc_certificates_refused_total",
-            "Calls refused for the certificate of their connection, which the handshake had accepted",
+            "Calls refused or ended for the certificate of their connection, after its handshake",
             ("reason",),
         )
         return ServerTls(self.certificates, self.clock, refused=refused.add)

@@ -29,7 +29,7 @@ from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.redis.limiter import RedisLimiter
 from services.adapters.redis.topologies import RedisAccess
-from services.core.errors import InvalidInput, StoreUnavailable
+from services.core.errors import InvalidInput, StoreUnavailable, Unauthenticated
 from services.gateway.faces.openai.server import HttpServer
 from services.ports.store import KeyChanged, Put
 from services.ports.streams import StreamLost
@@ -77,6 +77,7 @@ class Rig:
         folders = {role: issued(self.authority, role).folder for role in ("worker", "gateway")}
         self.server_certificates = FolderCertificates(folders["worker"], LookingClock())
         self.certificates = FolderCertificates(folders["gateway"], LookingClock())
+        self.refused: list[str] = []
         service = RpcService(
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
@@ -87,15 +88,16 @@ class Rig:
             listen="127.0.0.1:0",
             internal_token=TOKEN,
             new_incident=lambda: "inc_1",
-            tls=ServerTls(self.server_certificates, SystemClock()),
+            tls=ServerTls(self.server_certificates, SystemClock(), refused=self.refused.append),
         )
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server.port}"
 
-    async def stream(self) -> Any:
-        return await GrpcStreams(TOKEN, self.certificates).open(self.address, EXECUTE, timeout_s=5.0)
+    async def stream(self, identity: TlsIdentity | None = None) -> Any:
+        certificates = self.certificates if identity is None else HeldCertificates(identity)
+        return await GrpcStreams(TOKEN, certificates).open(self.address, EXECUTE, timeout_s=5.0)
 
     def connections(self) -> int:
         found = psutil.Process().net_connections("tcp")
@@ -111,8 +113,11 @@ class Rig:
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     found = Rig(tmp_path / "certs")
     await found.server.start()
+    guarding = asyncio.create_task(found.server.guard_connections(SystemClock()))
     yield found
     await found.server.stop(0)
+    guarding.cancel()
+    await asyncio.wait({guarding})
 
 
 async def echo(stream: Any) -> None:
@@ -155,6 +160,28 @@ async def test_streams_go_on_over_rotations_and_new_ones_have_the_new_certificat
     for stream in (first, second, third):
         await stream.close()
     await channel.close()
+
+
+@pytest.mark.parametrize(("reason", "text"), [("revoked", "was revoked"), ("expired", r"expired \d s ago")])
+async def test_open_streams_end_with_their_certificate(rig: Rig, reason: str, text: str) -> None:
+    """The other streams of the server go on, and a new certificate opens one at once."""
+    life_days = 1.0 if reason == "revoked" else 3 / 86400
+    identity = identity_of(rig.authority, "gateway", "other", days=life_days)
+    ended, other = await rig.stream(identity), await rig.stream()
+    await echo(ended)
+    await echo(other)
+    if reason == "revoked":
+        await asyncio.to_thread(rig.authority.revoke, identity.leaf.serial)
+    with pytest.raises(Unauthenticated, match=text):
+        await ended.read(20.0)
+    await echo(other)
+    assert rig.refused == [reason]
+    with pytest.raises(StreamLost if reason == "expired" else Unauthenticated):
+        await echo(await rig.stream(identity))
+    renewed = await rig.stream(identity_of(rig.authority, "gateway", "other"))
+    await echo(renewed)
+    for stream in (ended, other, renewed):
+        await stream.close()
 
 
 async def test_each_step_of_an_authoritys_rotation_serves_those_that_have_not_seen_it(rig: Rig) -> None:

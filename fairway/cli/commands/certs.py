@@ -111,7 +111,7 @@ def _revoke(
     serial: Annotated[str, typer.Argument(help="Hexadecimal, as `fairway certs list -o wide` shows it.")],
     state_dir: FolderOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Let servers refuse a certificate from the next call on."""
+    """Let servers refuse a certificate, and end its open calls within seconds."""
     try:
         number = int(serial, 16)
     except ValueError as exc:
