@@ -25,7 +25,7 @@ PROGRAMS = {
     "roles": "from services.rpc.channel import open_channel\n"
     + CHANNEL.format(channel="open_channel('ADDRESS')"),
     "client": "from fairway.client.endpoints import open_endpoints\n"
-    + CHANNEL.format(channel="open_endpoints(['ADDRESS'], None, 1024)[0].channel"),
+    + CHANNEL.format(channel="open_endpoints(['ADDRESS'], None, 1024, now=float)[0].channel"),
     "etcd": """
 import asyncio
 from services.adapters.etcd.channel import EtcdChannel
