@@ -17,6 +17,7 @@ from services.rpc.interceptors.base import Call
 from services.runtime.certificates import Certificates
 
 OPERATOR: Final = "operator"  # the role of the certificates of people
+REFUSALS: Final = ("none", "expired", "revoked", "domain", "role")  # reasons of refused certificates
 LOOK_S: Final = 1.0  # interval of the checks of open calls
 
 
@@ -57,7 +58,7 @@ class PeerRules:
         clock: Clock,
         refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``refused`` is called with the reason of each refusal: none, expired, revoked, domain or role."""
+        """``refused`` is called with the reason of each refusal, one of ``REFUSALS``."""
         self._callers = callers
         self._certificates = certificates
         self._clock = clock
