@@ -31,7 +31,8 @@ import asyncio
 from services.adapters.etcd.channel import EtcdChannel
 async def main():
     channel = EtcdChannel(['ADDRESS'])
-    channel._channels[0].get_state(try_to_connect=True)
+    with channel.stubs() as stubs:
+        stubs.channel.get_state(try_to_connect=True)
     await asyncio.sleep(30)
 asyncio.run(main())
 """,
