@@ -29,6 +29,8 @@ REVOKED: Final = "ca.crl"
 FILES: Final = (CERTIFICATE, KEY, AUTHORITIES, REVOKED)
 MAX_BYTES: Final = 1024**2
 _SCHEME: Final = "spiffe://"
+RENEW_RATIO: Final = 1 / 3  # part of its life that a certificate has left when it is due
+_LATE_RATIO: Final = 1 / 6  # part that one has left which nobody renewed when it was due
 _RENEW: Final = "`fairway certs rotate` renews certificates"
 
 
@@ -80,6 +82,20 @@ class Leaf:
         if now_s < self.begin_s:
             return f"{self} is valid only in {self.begin_s - now_s:.0f} s: set clocks from one time source"
         return ""
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether less than a third of its life is left."""
+        return self._left_ratio(now_s) <= RENEW_RATIO
+
+    def notice(self, now_s: float) -> str:
+        """Return ``problem``, or that it was not renewed when it was due; empty while neither is so."""
+        if found := self.problem(now_s):
+            return found
+        left_h = (self.expire_s - now_s) / 3600
+        return f"{self} expires in {left_h:.1f} h; {_RENEW}" if self._left_ratio(now_s) <= _LATE_RATIO else ""
+
+    def _left_ratio(self, now_s: float) -> float:
+        return (self.expire_s - now_s) / (self.expire_s - self.begin_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,6 @@ from fairway.tls import AUTHORITIES, CERTIFICATE, KEY, REVOKED, Leaf, SpiffeId, 
 TRUST_DOMAIN: Final = "fairway.internal"
 DAYS: Final = 90
 AUTHORITY_DAYS: Final = 3650
-RENEW_RATIO: Final = 1 / 3  # part of its life that a certificate has left when it is due
 ROLES: Final = (
     "gateway",
     "scheduler",
@@ -71,7 +70,7 @@ class Issued:
 
     def is_due(self, now: datetime) -> bool:
         """Whether less than a third of its life is left."""
-        return self.certificate.not_valid_after_utc - now <= self.life * RENEW_RATIO
+        return self.leaf.is_due(now.timestamp())
 
 
 @contextmanager

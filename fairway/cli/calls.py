@@ -61,13 +61,13 @@ def admin_client(
 
     ``tls_dir``: the folder of its certificate; None: the servers are without TLS. Raises CliError.
     """
-    credentials = credentials_of(tls_dir)
+    credentials_of(tls_dir)  # The client would raise OSError, without a next step.
     try:
         return AdminClient(
             _addresses(controlplane),
             admin_key=admin_key,
             registry=_addresses(registry),
-            credentials=credentials,
+            credentials=tls_dir,
             options=ClientOptions(
                 timeout_s=call_s, connect_timeout_s=CONNECT_S, wait_for_ready=False, retry=RETRY
             ),

@@ -74,9 +74,11 @@ async def _query(ctx: typer.Context, read: _Read) -> Iterable[str]:
     state_dir = Path(ctx.params.get("state_dir") or targets.DEFAULT_STATE_DIR)
     key = str(ctx.params.get("admin_key") or "")
     wanted, tls_dir = {}, None
-    for server, find in (("controlplane", targets.controlplane), ("registry", targets.registry)):
+    finds = {"controlplane": targets.controlplane, "registry": targets.registry}
+    # The client has one key: a server that the command names must not get that of another one.
+    for server in [each for each in finds if ctx.params.get(each)] or finds:
         try:
-            target = find(str(ctx.params.get(server) or ""), key, state_dir)
+            target = finds[server](str(ctx.params.get(server) or ""), key, state_dir)
         except CliError:
             continue  # the command has no option for it
         wanted[server], key, tls_dir = target.address, target.key, target.tls_dir

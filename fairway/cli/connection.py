@@ -112,7 +112,7 @@ def command(
                     field: value for field, value in found.items() if value is not None
                 }
             target = find(address, key, state_dir)
-            asyncio.run(_connected(to, target, timeout_s, run, values))
+            asyncio.run(connected(to, target, timeout_s, run, values))
 
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *added)]
         entry.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -133,13 +133,14 @@ def _option(name: str, annotation: object, default: object) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-async def _connected(
+async def connected(
     server: Server,
     target: Target,
     timeout_s: float | None,
-    run: Callable[..., Coroutine[Any, Any, None]],
+    run: Callable[..., Coroutine[Any, Any, object]],
     values: dict[str, Any],
 ) -> None:
+    """Run a command's coroutine with an open connection to the target, as its first argument."""
     is_registry = server is Server.REGISTRY
     client = admin_client(
         controlplane="" if is_registry else target.address,

@@ -142,15 +142,16 @@ def _of_clients(found: Endpoints | None) -> Path | None:
 def _target(name: str, address: str, key: str, known: tuple[str, str], tls_dir: Path | None) -> Target:
     """Return the target of the given address and key, or of the installation's.
 
-    ``tls_dir`` is for the addresses in ``known``; FAIRWAY_TLS_DIR is for every address.
+    ``tls_dir`` and the key in ``known`` are for the addresses there; FAIRWAY_TLS_DIR is for every address.
     """
+    is_own = set(address.split(",")) <= {"", *known[0].split(",")}
     if named := os.environ.get(TLS_DIR):
         tls_dir = Path(named)
-    elif address and address not in (known[0], *known[0].split(",")):
+    elif not is_own:
         tls_dir = None
     flag = "grpc" if name == "gateway" else name
     has_login = load(login_file()) is not None
-    if not key and not (address and has_login):
+    if is_own and not key and not (address and has_login):
         key = known[1]
     address = address or known[0]
     if not address:
@@ -164,7 +165,7 @@ def _target(name: str, address: str, key: str, known: tuple[str, str], tls_dir: 
     if not key and not has_login:
         raise CliError(
             "NO_KEY",
-            f"there is no key for the {name}",
+            f"there is no key for the {name} at {address}; keys of an installation are for its own servers",
             next_step="log in with `fairway login`, or add "
             + ("--api-key KEY" if name in ("gateway", "http") else "--admin-key KEY"),
             exit_code=ExitCode.UNAUTHENTICATED,

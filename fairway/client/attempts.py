@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import grpc
 
 from fairway.client import policy
-from fairway.client.endpoints import Endpoint, EndpointPool, Metadata, open_endpoints
+from fairway.client.endpoints import Credentials, Endpoint, EndpointPool, Metadata, open_endpoints
 from fairway.client.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -56,13 +56,13 @@ class Core:
         api_key: str,
         options: ClientOptions,
         *,
-        credentials: grpc.ChannelCredentials | None,
+        credentials: Credentials,
         rng: Random,
         noun: str = "gateway",
     ) -> Core:
         """Return the core of a client of the running loop, with open channels; the caller closes its pool."""
         now = asyncio.get_running_loop().time
-        endpoints = open_endpoints(addresses, credentials, options.max_message_bytes)
+        endpoints = open_endpoints(addresses, credentials, options.max_message_bytes, now=now)
         return cls(
             pool=EndpointPool(endpoints, now=now, rng=rng, noun=noun),
             budget=policy.RetryBudget(options.retry, now()),

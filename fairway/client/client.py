@@ -20,7 +20,7 @@ import grpc
 
 from fairway.client import convert, rows
 from fairway.client.attempts import Attempts, Core, unary
-from fairway.client.endpoints import Endpoint, Metadata
+from fairway.client.endpoints import Credentials, Endpoint, Metadata
 from fairway.client.errors import connection_lost, from_rpc
 from fairway.client.generation import DeliveryPositions, GenerationStream
 from fairway.client.guard import Guard
@@ -146,10 +146,11 @@ class Client:
         *,
         api_key: str = "",
         options: ClientOptions | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials = None,
         rng: Random | None = None,
     ) -> None:
-        """``endpoints``: host:port of each gateway. ``credentials``: for TLS; without, the key is plain text.
+        """``endpoints``: host:port of each gateway. ``credentials``: for TLS, or the folder of
+        its files, which are read again after they were replaced; without, the key is plain text.
 
         Without ``api_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
         ValueError without both.

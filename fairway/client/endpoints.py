@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -15,10 +17,15 @@ from fairway.client.errors import FairwayError, NoGateway
 from fairway.v1 import inference_pb2_grpc
 
 Metadata = tuple[tuple[str, str], ...]
+# A folder's files are read again after they changed; None: the servers are without TLS.
+Credentials = grpc.ChannelCredentials | Path | None
+Made = TypeVar("Made")
 
 MAX_ENDPOINTS: Final = 64
 _POLL_S: Final = 0.01
 _DOWN: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+_FILES: Final = ("tls.key", "tls.crt", "ca.crt")
+_LOOK_S: Final = 1.0  # how long replaced files may go unnoticed
 _LOOPBACK: Final = ("127.", "localhost:", "[::1]")
 
 
@@ -45,14 +52,14 @@ def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int
 
 
 def tls_credentials(folder: Path | str) -> grpc.ChannelCredentials:
-    """Return the ``credentials`` of a client: a folder's authorities, and its certificate if it has one.
+    """Return the credentials of a channel: a folder's authorities, and its certificate if it has one.
 
-    The files are ca.crt, tls.crt and tls.key, as `fairway certs issue` makes them. They are read once: open
-    another client after they were replaced. Raises OSError.
+    The files are ca.crt, tls.crt and tls.key, as `fairway certs issue` makes them. They are read once: a
+    client whose ``credentials`` are the folder reads them again after they were replaced. Raises OSError.
     """
     root = Path(folder)
-    own = [(root / name).read_bytes() if (root / name).exists() else None for name in ("tls.key", "tls.crt")]
-    return grpc.ssl_channel_credentials((root / "ca.crt").read_bytes(), *own)
+    own = [(root / name).read_bytes() if (root / name).exists() else None for name in _FILES[:2]]
+    return grpc.ssl_channel_credentials((root / _FILES[2]).read_bytes(), *own)
 
 
 def open_channel(
@@ -65,16 +72,62 @@ def open_channel(
 
 
 class Endpoint:
-    """One gateway. Its channel is opened at construction and connects at the first state check."""
+    """One gateway. Its channel is opened at construction and connects at the first state check.
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    The channel is replaced after files of the certificate were: gRPC runs the calls of the earlier one to
+    their end. Raises OSError for a folder without a certificate.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        options: Sequence[tuple[str, Any]],
+        now: Callable[[], float],
+    ) -> None:
         self.address = address
-        self.channel = channel
-        self.stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
-            channel
-        )
         self.failures = policy.FailureRecord()
         self.in_flight = 0
+        self._credentials = credentials
+        self._options = options
+        self._now = now
+        self._looked_s = now()
+        self._read = _stamps(credentials)
+        self._open()
+
+    def _open(self) -> None:
+        found = self._credentials
+        credentials = tls_credentials(found) if isinstance(found, Path) else found
+        self._channel = open_channel(self.address, credentials, self._options)
+        self._stubs: dict[Any, Any] = {}
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel for a call that begins now."""
+        if isinstance(self._credentials, Path) and self._now() - self._looked_s >= _LOOK_S:
+            self._looked_s = self._now()
+            if (stamps := _stamps(self._credentials)) != self._read:
+                with contextlib.suppress(OSError):  # the files are being replaced
+                    self._open()
+                    self._read = stamps  # taken before the files were read
+        return self._channel
+
+    def stub_of(self, make: Callable[[grpc.aio.Channel], Made]) -> Made:
+        """Return the stub that ``make`` returns for the channel."""
+        channel = self.channel
+        if make not in self._stubs:
+            self._stubs[make] = make(channel)
+        found: Made = self._stubs[make]
+        return found
+
+    @property
+    def stub(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        found: inference_pb2_grpc.InferenceServiceAsyncStub
+        found = self.stub_of(inference_pb2_grpc.InferenceServiceStub)
+        return found
+
+    async def close(self) -> None:
+        await self._channel.close()
 
     @property
     def connected(self) -> bool:
@@ -145,7 +198,7 @@ class EndpointPool:
 
     async def close(self) -> None:
         for endpoint in self._endpoints.values():
-            await endpoint.channel.close()
+            await endpoint.close()
 
     def _choose(self, last_failed: str) -> Endpoint:
         candidates = tuple(
@@ -173,12 +226,19 @@ def check_addresses(addresses: Sequence[str]) -> None:
 
 
 def open_endpoints(
-    addresses: Sequence[str], credentials: grpc.ChannelCredentials | None, max_message_bytes: int
+    addresses: Sequence[str], credentials: Credentials, max_message_bytes: int, *, now: Callable[[], float]
 ) -> list[Endpoint]:
-    """Open a channel per address. Raises ValueError like ``check_addresses``."""
+    """Open a channel per address. Raises ValueError like ``check_addresses``, OSError like ``Endpoint``."""
     check_addresses(addresses)
-    found = []
-    for address in addresses:
-        options = channel_options(address, max_message_bytes)
-        found.append(Endpoint(address, open_channel(address, credentials, options)))
-    return found
+    return [
+        Endpoint(address, credentials, channel_options(address, max_message_bytes), now)
+        for address in addresses
+    ]
+
+
+def _stamps(credentials: Credentials) -> list[tuple[int, int, int]]:
+    """Return what changes when a file of the folder is replaced."""
+    if not isinstance(credentials, Path):
+        return []
+    found = (os.stat(credentials / name) for name in _FILES if (credentials / name).exists())
+    return [(each.st_ino, each.st_mtime_ns, each.st_size) for each in found]

@@ -19,6 +19,7 @@ from services.core.errors import StoreUnavailable
 from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
+from services.rpc.peers import REFUSALS
 from services.rpc.server import RpcServer, RpcService, RpcTelemetry, ServerTls
 from services.runtime.audit import AuditedStore, AuditRecorder
 from services.runtime.certificates import Certificates, FolderCertificates, WorkloadCertificates
@@ -178,9 +179,11 @@ class Environment:
             return None
         refused = self.metrics.counter(
             "fairway_rpc_certificates_refused_total",
-            "Calls refused for the certificate of their connection, which the handshake had accepted",
+            "Calls refused or ended for the certificate of their connection, after its handshake",
             ("reason",),
         )
+        for reason in REFUSALS:
+            refused.add(reason, amount=0)  # The first refusal of a reason is an increase, which alerts need.
         return ServerTls(self.certificates, self.clock, refused=refused.add)
 
     async def sync(self, timeout_s: float = 20.0) -> None:
@@ -211,6 +214,11 @@ class Environment:
     def storage_problem(self) -> str:
         """Return which stores take nothing more of tenants; empty while all do."""
         return "; ".join(filter(None, (reserve.problem() for reserve in self.reserves)))
+
+    def _certificate_problem(self) -> str:
+        """Return which certificates of this process expire soon; empty if none does."""
+        found = dict.fromkeys(filter(None, (self.certificates, self.store_certificates)))
+        return "; ".join(filter(None, (each.current().leaf.notice(self.clock.unix_s()) for each in found)))
 
     def parts(self) -> dict[str, bool]:
         """Return which stores can be used, for the health service."""
@@ -250,6 +258,7 @@ class Environment:
                 Check("etcd", self._etcd.space.problem, withdraws=self.role == "controlplane"),
                 Check("etcd_silent", self.store.silence, withdraws=False),
                 Check("storage", self.storage_problem, withdraws=False),
+                Check("certificate", self._certificate_problem, withdraws=False),
             ]
         )
         self.exported.store(self.store)

@@ -71,6 +71,10 @@ class ClientStream(MessageStream[Out_contra, In_co], Protocol[Out_contra, In_co]
 
 
 class StreamClient(Protocol):
+    @property
+    def credentials(self) -> object:
+        """What a stream that opens now is opened with: another object after it was replaced."""
+
     async def open(
         self, address: str, method: StreamMethod[Request, Response], *, timeout_s: float
     ) -> ClientStream[Request, Response]:

@@ -7,7 +7,7 @@ from typing import Final
 import grpc
 
 from fairway.tls import SpiffeId, TlsIdentity
-from services.runtime.certificates import Certificates
+from services.runtime.certificates import Certificates, renewed
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 _OPTIONS: Final = (
@@ -54,20 +54,14 @@ class RoleChannel:
 
     def __init__(self, address: str, role: str = "", certificates: Certificates | None = None) -> None:
         self.address = address
-        self._role = role
-        self._certificates = certificates
-        self._identity = None if certificates is None else certificates.current()
-        self._channel = open_channel(address, role, certificates)
+        self._channel = renewed(certificates, lambda: open_channel(address, role, certificates))
 
     def __call__(self) -> grpc.aio.Channel:
         """Return the channel for a call that begins now."""
-        if self._certificates is not None and self._certificates.current() is not self._identity:
-            self._identity = self._certificates.current()
-            self._channel = open_channel(self.address, self._role, self._certificates)
-        return self._channel
+        return self._channel()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel().close()
 
 
 def auth_metadata(token: str) -> tuple[tuple[str, str], ...]:

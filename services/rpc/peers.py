@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from fairway.tls import TlsIdentity, parsed_leaf
+from fairway.tls import Leaf, TlsIdentity, parsed_leaf
 from fairway.v1 import options_pb2
 from services.core.errors import FairwayError, PermissionDenied, Unauthenticated
 from services.ports.clock import Clock
+from services.rpc.interceptors.base import Call
 from services.runtime.certificates import Certificates
 
 OPERATOR: Final = "operator"  # the role of the certificates of people
+REFUSALS: Final = ("none", "expired", "revoked", "domain", "role")  # reasons of refused certificates
+LOOK_S: Final = 1.0  # interval of the checks of open calls
 
 
 def callers_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[str]]:
@@ -43,7 +47,8 @@ class PeerRules:
 
     The internal token needs the certificate of a role that the method names, a key that of an operator. The
     handshake has verified the signature and the expiry; a connection may outlive both. gRPC for Python checks
-    no list of revoked certificates, so that it is checked here.
+    no list of revoked certificates, so that it is checked here. Open calls end with their certificate, so
+    that a stream costs nothing per message.
     """
 
     def __init__(
@@ -53,11 +58,12 @@ class PeerRules:
         clock: Clock,
         refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``refused`` is called with the reason of each refusal: none, expired, revoked, domain or role."""
+        """``refused`` is called with the reason of each refusal, one of ``REFUSALS``."""
         self._callers = callers
         self._certificates = certificates
         self._clock = clock
         self._refused = refused
+        self._open: dict[asyncio.Timeout, Leaf] = {}
 
     @staticmethod
     def identity(context: Any) -> str:
@@ -65,27 +71,59 @@ class PeerRules:
         pem = context.auth_context().get("x509_pem_cert")
         return str(parsed_leaf(bytes(pem[0])).id or "") if pem else ""
 
-    def check(self, method: str, context: Any, *, is_service: bool) -> None:
-        """Return if the call is permitted. Raises Unauthenticated or PermissionDenied."""
-        found = self._problem(context.auth_context().get("x509_pem_cert"), method, is_service)
-        if found is not None:
-            reason, error = found
-            self._refused(reason)
-            raise error
+    def checked(self, method: str, context: Any, call: Call, *, is_service: bool) -> Call:
+        """Return the call if it is permitted. It ends with the certificate of its connection.
 
-    def _problem(
-        self, pem: tuple[bytes, ...] | None, method: str, is_service: bool
-    ) -> tuple[str, FairwayError] | None:
+        Both raise Unauthenticated or PermissionDenied.
+        """
+        pem = context.auth_context().get("x509_pem_cert")
         if not pem:
             text = "this port needs a client certificate; `fairway certs issue` makes one"
-            return "none", Unauthenticated(text)
-        leaf, own = parsed_leaf(bytes(pem[0])), self._certificates.current()
+            raise self._counted("none", Unauthenticated(text))
+        leaf = parsed_leaf(bytes(pem[0]))
+        found = self._ended(leaf) or self._not_for(leaf, method, is_service)
+        if found is not None:
+            raise self._counted(*found)
+
+        async def run() -> Any:
+            end = asyncio.timeout(None)
+            self._open[end] = leaf
+            try:
+                async with end:
+                    return await call()
+            except TimeoutError:
+                if end.expired() and (found := self._ended(leaf)):
+                    raise self._counted(*found) from None
+                raise
+            finally:
+                del self._open[end]
+
+        return run
+
+    async def guard(self) -> None:
+        """End the open calls of certificates that were revoked or have expired, until cancelled."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            for end, leaf in self._open.items():
+                if not end.expired() and self._ended(leaf):
+                    end.reschedule(0.0)
+
+    def _counted(self, reason: str, error: FairwayError) -> FairwayError:
+        self._refused(reason)
+        return error
+
+    def _ended(self, leaf: Leaf) -> tuple[str, FairwayError] | None:
+        """Return why the certificate is not valid now, whatever it is presented for."""
         if text := leaf.problem(self._clock.unix_s()):
             return "expired", Unauthenticated(text)
-        if leaf.serial in own.revoked:
+        if leaf.serial in self._certificates.current().revoked:
             return "revoked", Unauthenticated(f"{leaf} was revoked; `fairway certs issue` makes another")
-        if leaf.id is None or leaf.id.trust_domain != own.id.trust_domain:
-            text = f"{leaf} is not of the trust domain {own.id.trust_domain}"
+        return None
+
+    def _not_for(self, leaf: Leaf, method: str, is_service: bool) -> tuple[str, FairwayError] | None:
+        own = self._certificates.current().id
+        if leaf.id is None or leaf.id.trust_domain != own.trust_domain:
+            text = f"{leaf} is not of the trust domain {own.trust_domain}"
             return "domain", Unauthenticated(text)
         allowed = self._callers.get(method, frozenset()) if is_service else frozenset((OPERATOR,))
         if leaf.id.role not in allowed:

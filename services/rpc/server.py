@@ -16,6 +16,7 @@ from grpc.aio import _server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from fairway.task_group import TaskGroup
 from services.core.errors import FailedPrecondition, NotFound
 from services.ports.clock import Clock
 from services.ports.streams import StreamLost
@@ -131,7 +132,7 @@ class RpcService:
 class ServerTls:
     """TLS of a server. ``from_roles``: callers present a certificate of the installation; otherwise none.
 
-    ``refused`` is called with the reason of each call whose certificate is refused after the handshake.
+    ``refused`` is called with the reason of each call that is refused or ended for its certificate.
     """
 
     certificates: Certificates
@@ -187,6 +188,7 @@ class RpcServer:
         table = access_table(service.descriptor for service in services)
         descriptors = [service.descriptor for service in services]
         callers = callers_table(descriptors)
+        self._peers = None if tls is None else tls.peers(callers)
         changes = changes_of(descriptors)
         refusals = [] if audit is None else [AuditRefusals(audit, changes)]
         outermost = [] if telemetry is None else _watchers(descriptors, telemetry)
@@ -207,7 +209,7 @@ class RpcServer:
                     internal_token,
                     self._connections,
                     unauthenticated,
-                    None if tls is None else tls.peers(callers),
+                    self._peers,
                 ),
                 ReadMessages(_limits(descriptors), changes=changes),
             ),
@@ -243,8 +245,12 @@ class RpcServer:
         return self._server.add_secure_port(self._listen, credentials)
 
     async def guard_connections(self, clock: Clock) -> None:
-        """Enforce the bounds on connections of unauthenticated callers until cancelled."""
-        await self._connections.guard(clock, lambda: self.port)
+        """Enforce the bounds on connections, and end the open calls of certificates that are not valid any
+        more, until cancelled."""
+        async with TaskGroup() as group:
+            if self._peers is not None:
+                group.create_task(self._peers.guard())
+            await self._connections.guard(clock, lambda: self.port)
 
     async def set_serving(self, serving: bool) -> None:
         """Answer health checks with SERVING or NOT_SERVING, for the whole server and each service."""

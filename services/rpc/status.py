@@ -80,12 +80,12 @@ def to_grpc_status(error: errors.FairwayError) -> grpc.Status:
 
 
 # What gRPC reports of a handshake that this side ended, most specific first. It reports no reason of one that
-# the server ended: that is in the server's log.
+# the server ended: gRPC logs it there, at a level that is off, since strangers could fill the log.
 _HANDSHAKES: Final = {
     "certificate has expired": "the peer's certificate has expired; `fairway certs rotate` renews it",
     "CERTIFICATE_VERIFY_FAILED": "no authority that is trusted here issued the peer's certificate",
     "Hostname Verification": "the peer's certificate is of another role",
-    "Socket closed": "the peer closed the connection; its log states why if a handshake failed",
+    "Socket closed": "the peer closed the connection; GRPC_VERBOSITY=INFO there logs failed handshakes",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from ssl import SSLContext
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import structlog
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -23,6 +23,7 @@ from services.runtime.config import ConfigError
 
 log = structlog.get_logger()
 
+Made = TypeVar("Made")
 FIRST_S: Final = 10.0
 _OPTION: Final = "install Fairway with its option `spiffe`, or set FAIRWAY_TLS_DIR instead"
 LOOK_S: Final = 1.0  # how long a replaced file may go unnoticed
@@ -136,17 +137,23 @@ class WorkloadCertificates:
         return found
 
 
+def renewed(certificates: Certificates | None, make: Callable[[], Made]) -> Callable[[], Made]:
+    """Return a source of what ``make`` returns, which is made again after the certificate was replaced."""
+    used, made = certificates and certificates.current(), make()
+
+    def present() -> Made:
+        nonlocal used, made
+        if certificates is not None and (found := certificates.current()) is not used:
+            used, made = found, make()
+        return made
+
+    return present
+
+
 def renewed_context(
     certificates: Certificates, *, server: bool, verify_peer: bool
 ) -> Callable[[], SSLContext]:
-    """Return a source of contexts: it returns the same one until the certificate is replaced."""
-    made: tuple[TlsIdentity, SSLContext] | None = None
-
-    def context() -> SSLContext:
-        nonlocal made
-        identity = certificates.current()
-        if made is None or made[0] is not identity:
-            made = identity, ssl_context(identity, server=server, verify_peer=verify_peer)
-        return made[1]
-
-    return context
+    """Return a source of contexts with the present certificate."""
+    return renewed(
+        certificates, lambda: ssl_context(certificates.current(), server=server, verify_peer=verify_peer)
+    )

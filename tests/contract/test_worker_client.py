@@ -33,6 +33,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.ports.clock import Clock
+from services.ports.streams import StreamClient
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
@@ -60,6 +61,7 @@ class Rig:
     frames: list[int]
     sent: list[wire.Command] = field(default_factory=list)
     server: grpc.aio.Server | None = None
+    streams: Streams | None = None
     _sequence: int = 0
 
     def spec(self, **changes: Any) -> StartSpec:
@@ -95,6 +97,20 @@ class Rig:
                 step=1, step_s=0.0, handles=list(tokens), tokens=list(tokens.values()), **(values | rest)
             )
         )
+
+
+class Streams:
+    """Streams over either transport, whose credentials the test replaces."""
+
+    credentials: object = None
+
+    def __init__(self, transport: StreamClient) -> None:
+        self.transport = transport
+        self.opened = 0
+
+    async def open(self, address: str, method: Any, *, timeout_s: float) -> Any:
+        self.opened += 1
+        return await self.transport.open(address, method, timeout_s=timeout_s)
 
 
 class Sink:
@@ -172,8 +188,9 @@ async def rig() -> AsyncIterator[Rig]:
     agent = cast(Any, SimpleNamespace())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(host, agent, clock), server)
     await server.start()
-    client = MuxedWorkers(GrpcStreams("token"), "g1", clock, supervisor, after_frame=lambda: frames.append(1))
-    yield Rig(host, table, client, address, frames, sent, server)
+    streams = Streams(GrpcStreams("token"))
+    client = MuxedWorkers(streams, "g1", clock, supervisor, after_frame=lambda: frames.append(1))
+    yield Rig(host, table, client, address, frames, sent, server, streams)
     await client.close()
     await server.stop(0)
     await supervisor.close()
@@ -189,14 +206,15 @@ async def simulated(world: World) -> AsyncIterator[Rig]:
     serve_sequences(worker, world.network, "worker:1", host)
     frames: list[int] = []
     gateway = world.process("gateway")
+    streams = Streams(SimStreams(gateway, world.network))
     client = MuxedWorkers(
-        SimStreams(gateway, world.network),
+        streams,
         "g1",
         gateway.clock,
         gateway.supervisor,
         after_frame=lambda: frames.append(1),
     )
-    yield Rig(host, table, client, "worker:1", frames, sent)
+    yield Rig(host, table, client, "worker:1", frames, sent, streams=streams)
     await client.close()
     await all_is_free(host, table)
 
@@ -224,6 +242,22 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
     ]
     assert sink.finished.reason is FinishReason.LENGTH
     assert sink.finished.output_tokens == 2
+
+
+async def test_after_its_credentials_were_replaced_a_stream_runs_what_it_has_alone(rig: Rig) -> None:
+    assert rig.streams is not None
+    first, second = Sink(), Sink()
+    rig.client.start(rig.spec(), first)
+    await until(lambda: first.heard)
+    rig.streams.credentials = "renewed"
+    rig.client.start(rig.spec(), second)
+    await until(lambda: second.heard)
+    assert rig.streams.opened == 2
+    rig.step({1: 0x61, 2: 0x62}, finished={1: "length"})
+    await until(lambda: first.end and second.ids)
+    rig.step({2: 0x62}, finished={2: "length"})
+    await until(lambda: second.end)
+    assert second.heard == ["accepted", "tokens", "tokens", "finished"]
 
 
 async def test_the_start_arrives_as_it_was_meant(rig: Rig) -> None:

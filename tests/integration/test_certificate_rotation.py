@@ -23,13 +23,13 @@ from spiffe._proto import workload_pb2, workload_pb2_grpc
 
 from fairway.cli import embedded
 from fairway.cli.authority import Authority
-from fairway.tls import TlsIdentity
+from fairway.tls import TlsIdentity, read_folder
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.grpc.client_stream import GrpcStreams
 from services.adapters.redis.limiter import RedisLimiter
 from services.adapters.redis.topologies import RedisAccess
-from services.core.errors import InvalidInput, StoreUnavailable
+from services.core.errors import InvalidInput, StoreUnavailable, Unauthenticated
 from services.gateway.faces.openai.server import HttpServer
 from services.ports.store import KeyChanged, Put
 from services.ports.streams import StreamLost
@@ -77,6 +77,7 @@ class Rig:
         folders = {role: issued(self.authority, role).folder for role in ("worker", "gateway")}
         self.server_certificates = FolderCertificates(folders["worker"], LookingClock())
         self.certificates = FolderCertificates(folders["gateway"], LookingClock())
+        self.refused: list[str] = []
         service = RpcService(
             worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
@@ -87,15 +88,16 @@ class Rig:
             listen="127.0.0.1:0",
             internal_token=TOKEN,
             new_incident=lambda: "inc_1",
-            tls=ServerTls(self.server_certificates, SystemClock()),
+            tls=ServerTls(self.server_certificates, SystemClock(), refused=self.refused.append),
         )
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server.port}"
 
-    async def stream(self) -> Any:
-        return await GrpcStreams(TOKEN, self.certificates).open(self.address, EXECUTE, timeout_s=5.0)
+    async def stream(self, identity: TlsIdentity | None = None) -> Any:
+        certificates = self.certificates if identity is None else HeldCertificates(identity)
+        return await GrpcStreams(TOKEN, certificates).open(self.address, EXECUTE, timeout_s=5.0)
 
     def connections(self) -> int:
         found = psutil.Process().net_connections("tcp")
@@ -111,8 +113,11 @@ class Rig:
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     found = Rig(tmp_path / "certs")
     await found.server.start()
+    guarding = asyncio.create_task(found.server.guard_connections(SystemClock()))
     yield found
     await found.server.stop(0)
+    guarding.cancel()
+    await asyncio.wait({guarding})
 
 
 async def echo(stream: Any) -> None:
@@ -155,6 +160,28 @@ async def test_streams_go_on_over_rotations_and_new_ones_have_the_new_certificat
     for stream in (first, second, third):
         await stream.close()
     await channel.close()
+
+
+@pytest.mark.parametrize(("reason", "text"), [("revoked", "was revoked"), ("expired", r"expired \d s ago")])
+async def test_open_streams_end_with_their_certificate(rig: Rig, reason: str, text: str) -> None:
+    """The other streams of the server go on, and a new certificate opens one at once."""
+    life_days = 1.0 if reason == "revoked" else 3 / 86400
+    identity = identity_of(rig.authority, "gateway", "other", days=life_days)
+    ended, other = await rig.stream(identity), await rig.stream()
+    await echo(ended)
+    await echo(other)
+    if reason == "revoked":
+        await asyncio.to_thread(rig.authority.revoke, identity.leaf.serial)
+    with pytest.raises(Unauthenticated, match=text):
+        await ended.read(20.0)
+    await echo(other)
+    assert rig.refused == [reason]
+    with pytest.raises(StreamLost if reason == "expired" else Unauthenticated):
+        await echo(await rig.stream(identity))
+    renewed = await rig.stream(identity_of(rig.authority, "gateway", "other"))
+    await echo(renewed)
+    for stream in (ended, other, renewed):
+        await stream.close()
 
 
 async def test_each_step_of_an_authoritys_rotation_serves_those_that_have_not_seen_it(rig: Rig) -> None:
@@ -223,13 +250,15 @@ async def test_files_that_do_not_fit_leave_the_certificate_in_use(rig: Rig) -> N
 
 
 @contextlib.contextmanager
-def etcd_with_tls(folder: Path, authority: Authority) -> Iterator[str]:
-    """Yield the address of an etcd that takes certificates of the authority only."""
-    own = issued(authority, "etcd").folder
-    port, peer = local_servers.free_port(), local_servers.free_port()
+def etcd_with_tls(folder: Path, authority: Authority, url: str = "") -> Iterator[str]:
+    """Yield the address of an etcd that takes certificates of the authorities at its start only."""
+    own = authority.root / "etcd"
+    if not own.exists():
+        issued(authority, "etcd")
+    peer = local_servers.free_port()
     data = folder / "etcd-data"
-    data.mkdir(mode=0o700)
-    url = f"https://127.0.0.1:{port}"
+    data.mkdir(mode=0o700, exist_ok=True)
+    url = url or f"https://127.0.0.1:{local_servers.free_port()}"
     command = [
         *embedded.etcd_command(data, url, f"http://127.0.0.1:{peer}", fsync=False),
         f"--cert-file={own / 'tls.crt'}",
@@ -251,11 +280,7 @@ async def test_etcd_over_tls_keeps_watches_over_a_rotation(tmp_path: Path) -> No
     folder = issued(authority, "scheduler").folder
     with etcd_with_tls(tmp_path, authority) as url:
         store = EtcdStore([url], SystemClock(), certificates=FolderCertificates(folder, LookingClock()))
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(StoreUnavailable):
-                    await store.commit([Put("/fairway/v1/a", b"1")])
-                    break
+        await written(store, "/fairway/v1/a", b"1")
         found = await store.list("/fairway/v1/")
         async with aclosing(store.watch("/fairway/v1/", found.revision)) as batches:
             seen = asyncio.create_task(anext(batches))
@@ -278,6 +303,51 @@ async def test_etcd_over_tls_keeps_watches_over_a_rotation(tmp_path: Path) -> No
         EtcdStore([url], SystemClock())
     with pytest.raises(InvalidInput, match="all https:// or none"):
         EtcdStore([url, "127.0.0.1:2379"], SystemClock())
+
+
+async def test_stores_that_missed_a_rotation_return_with_their_restart(tmp_path: Path) -> None:
+    """etcd reads its authorities at its start. Roles wait for it, and one that reads late returns as well."""
+    authority = authority_in(tmp_path / "certs")
+    roles = {role: issued(authority, role).folder for role in ("scheduler", "gateway")}
+    late = HeldCertificates(read_folder(roles["gateway"]))
+    prompt = FolderCertificates(roles["scheduler"], LookingClock())
+    key = "/fairway/v1/a"
+    async with contextlib.AsyncExitStack() as closing:
+        with etcd_with_tls(tmp_path, authority) as url:
+            stores = [
+                EtcdStore([url], SystemClock(), certificates=each, timeout_s=2.0) for each in (prompt, late)
+            ]
+            for store in stores:
+                closing.push_async_callback(store.close)
+            for store in stores:
+                await written(store, key, b"1")
+            found = await stores[0].list("/fairway/v1/")
+            batches = await closing.enter_async_context(
+                aclosing(stores[0].watch("/fairway/v1/", found.revision))
+            )
+            await asyncio.to_thread(authority.rotate, lambda done: None)
+            with pytest.raises(StoreUnavailable):
+                await stores[0].get(key)
+            assert await stores[1].get(key) is not None, "its connection is from before"
+        with etcd_with_tls(tmp_path, authority, url):
+            await written(stores[0], key, b"2")
+            async with asyncio.timeout(30):
+                while not (batch := await anext(batches)).events:
+                    pass
+            assert [event.entry.value for event in batch.events if isinstance(event, KeyChanged)] == [b"2"]
+            with pytest.raises(StoreUnavailable):
+                await stores[1].get(key)
+            late.identity = read_folder(roles["gateway"])
+            await written(stores[1], key, b"3")
+
+
+async def written(store: EtcdStore, key: str, value: bytes) -> None:
+    """Return once the store took it."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await store.commit([Put(key, value)])
+                return
 
 
 async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

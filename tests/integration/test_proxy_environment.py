@@ -25,13 +25,14 @@ PROGRAMS = {
     "roles": "from services.rpc.channel import open_channel\n"
     + CHANNEL.format(channel="open_channel('ADDRESS')"),
     "client": "from fairway.client.endpoints import open_endpoints\n"
-    + CHANNEL.format(channel="open_endpoints(['ADDRESS'], None, 1024)[0].channel"),
+    + CHANNEL.format(channel="open_endpoints(['ADDRESS'], None, 1024, now=float)[0].channel"),
     "etcd": """
 import asyncio
 from services.adapters.etcd.channel import EtcdChannel
 async def main():
     channel = EtcdChannel(['ADDRESS'])
-    channel._channels[0].get_state(try_to_connect=True)
+    with channel.stubs() as stubs:
+        stubs.channel.get_state(try_to_connect=True)
     await asyncio.sleep(30)
 asyncio.run(main())
 """,

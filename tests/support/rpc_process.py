@@ -11,13 +11,17 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fairway.cli.authority import Authority
+from fairway.client import tls_credentials
+from fairway.client.endpoints import open_channel
 from fairway.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.certificates import issued
 
 ROOT = Path(__file__).parents[2]
 KEY = (("authorization", "Bearer tenant-key"),)
@@ -26,20 +30,23 @@ MIB = 1024 * 1024
 # As ``python -m services`` does: grpc reads its environment when it is imported.
 _START = "from services.runtime.process import grpc_environment as grpc; grpc.prepare(); "
 _START += "from tests.support.rpc_process import main; main()"
+TLS: Final = "TEST_TLS_DIR"  # variable with the folder of the certificates of such a process
 
 
 @dataclass
 class RpcProcess:
     process: psutil.Process
     port: int
+    metrics_port: int
     log: Path
+    credentials: grpc.ChannelCredentials | None = None
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def channel(self) -> Any:
-        return grpc.aio.insecure_channel(self.address, options=(("grpc.max_send_message_length", -1),))
+        return open_channel(self.address, self.credentials, (("grpc.max_send_message_length", -1),))
 
     def peak_mib(self) -> float:
         """The most that was resident at any time; what is resident, where the system does not report it."""
@@ -57,7 +64,12 @@ class RpcProcess:
 
     @classmethod
     @contextlib.contextmanager
-    def started(cls, folder: Path) -> Iterator[RpcProcess]:
+    def started(cls, folder: Path, certificates: Authority | None = None) -> Iterator[RpcProcess]:
+        """With ``certificates``, its ports have TLS, and ``credentials`` are those of an operator."""
+        variables, credentials = {}, None
+        if certificates is not None:
+            variables[TLS] = str(issued(certificates, "worker").folder)
+            credentials = tls_credentials(issued(certificates, "operator").folder)
         log = folder / "server.log"
         with log.open("wb") as lines:
             child = subprocess.Popen(
@@ -65,11 +77,13 @@ class RpcProcess:
                 stdout=subprocess.PIPE,
                 stderr=lines,
                 cwd=ROOT,
-                env={name: value for name, value in os.environ.items() if not name.startswith("GRPC_")},
+                env=variables
+                | {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")},
             )
             try:
                 assert child.stdout is not None
-                yield cls(psutil.Process(child.pid), int(child.stdout.readline()), log)
+                port, metrics_port = map(int, child.stdout.readline().split())
+                yield cls(psutil.Process(child.pid), port, metrics_port, log, credentials)
                 assert child.poll() is None, log.read_text()
             finally:
                 child.kill()
@@ -86,13 +100,15 @@ class Canary:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def beside(cls, address: str) -> AsyncIterator[Canary]:
+    async def beside(
+        cls, address: str, credentials: grpc.ChannelCredentials | None = None
+    ) -> AsyncIterator[Canary]:
         canary = cls({"probe": [], "tenant": []})
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with open_channel(address, credentials, ()) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=KEY, wait_for_ready=True)
             tasks = [
-                asyncio.create_task(canary._run("probe", lambda: canary._probe(address))),
+                asyncio.create_task(canary._run("probe", lambda: canary._probe(address, credentials))),
                 asyncio.create_task(
                     canary._run(
                         "tenant",
@@ -119,9 +135,9 @@ class Canary:
             self.waits_s[name].append(time.monotonic() - began_s)
             await asyncio.sleep(0.05)
 
-    async def _probe(self, address: str) -> None:
+    async def _probe(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         own = (("grpc.use_local_subchannel_pool", 1),)
-        async with grpc.aio.insecure_channel(address, options=own) as channel:
+        async with open_channel(address, credentials, own) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
 
@@ -153,18 +169,22 @@ async def _serve() -> None:
     from services.core.generation import Principal
     from services.core.records import KeyRole
     from services.rpc.interceptors.metrics import RpcMetrics
-    from services.rpc.server import RpcServer, RpcService, RpcTelemetry
+    from services.rpc.server import RpcServer, RpcService, RpcTelemetry, ServerTls
+    from services.runtime.certificates import FolderCertificates
     from services.runtime.clock import SystemClock
     from services.runtime.process.free_memory import return_free_memory
     from services.runtime.telemetry.logging import LineBudget
     from services.runtime.telemetry.metrics import Metrics
+    from services.runtime.telemetry.server import TelemetryServer
 
     def authenticate(token: str | None) -> Principal:
         if token != "tenant-key":
             raise Unauthenticated("the API key is not valid")
         return Principal("t", KeyRole.TENANT, "acme")
 
-    clock = SystemClock()
+    clock, folder = SystemClock(), os.environ.get(TLS)
+    certificates = FolderCertificates(Path(folder), clock) if folder else None
+    metrics = TelemetryServer(Metrics().registry, "127.0.0.1:0", problems=tuple, certificates=certificates)
     server = RpcServer(
         [
             RpcService(
@@ -178,10 +198,12 @@ async def _serve() -> None:
         new_incident=lambda: "inc_1",
         authenticate=authenticate,
         telemetry=RpcTelemetry(RpcMetrics(Metrics()), clock, None, LineBudget(clock.monotonic_s, 20)),
+        tls=None if certificates is None else ServerTls(certificates, clock),
     )
+    await metrics.start()
     await server.start()
     await server.set_serving(True)
-    print(server.port, flush=True)
+    print(server.port, metrics.port, flush=True)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(return_free_memory(clock))
         tasks.create_task(server.guard_connections(clock))

@@ -14,8 +14,8 @@ from typing import Annotated, Final
 import typer
 
 from fairway.cli import targets
-from fairway.cli.calls import admin_client, admin_error, checked
-from fairway.cli.connection import Connection, Server, command, help_text
+from fairway.cli.calls import admin_error, checked
+from fairway.cli.connection import Connection, Server, command, connected, help_text
 from fairway.cli.errors import CliError
 from fairway.cli.flags import Format, OutputOption, parse_past
 from fairway.cli.targets import DEFAULT_STATE_DIR, AdminKeyOption, ControlPlaneOption, StateDirOption
@@ -24,7 +24,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, write_document
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import out, plain
 from fairway.cli.terminal.table import Column
-from fairway.client import AdminClient, FairwayError
+from fairway.client import FairwayError
 from fairway.formats.tlog import LogDamaged, notes_of, parse_verifier, verify_log
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -100,15 +100,15 @@ async def export(
 
     `fairway audit verify FOLDER` and every other tlog client verify the folder without a server.
     """
-    count = await _fetch(connection.admin, folder)
+    count = await _fetch(connection, folder)
     plain(out(), f"{folder} has {count} objects; `fairway audit verify {folder}` verifies them")
 
 
-async def _fetch(admin: AdminClient, folder: Path) -> int:
+async def _fetch(connection: Connection, folder: Path) -> int:
     """Write the objects of the log to the folder; return their number. Raises CliError."""
     what, count = "cannot export the audit log", 0
     try:
-        async with aclosing(admin.audit.export()) as objects:
+        async with aclosing(connection.admin.audit.export()) as objects:
             async for each in objects:
                 if not _NAME.fullmatch(each.name):
                     raise CliError("BAD_NAME", f"{what}: {each.name[:128]!r} is no name of an object")
@@ -131,13 +131,8 @@ def _log_in(folder: Path | None, target: targets.Target | None) -> Iterator[Path
         return
     assert target is not None
     with TemporaryDirectory(prefix="fairway-audit-") as name:
-        asyncio.run(_fetched(target, Path(name)))
+        asyncio.run(connected(Server.CONTROLPLANE, target, None, _fetch, {"folder": Path(name)}))
         yield Path(name)
-
-
-async def _fetched(target: targets.Target, folder: Path) -> None:
-    async with admin_client(target.address, admin_key=target.key, tls_dir=target.tls_dir) as admin:
-        await _fetch(admin, folder)
 
 
 def verify(

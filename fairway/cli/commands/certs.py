@@ -72,7 +72,7 @@ def _issue(
 
 
 def _list(output: OutputOption = Format.TABLE, state_dir: FolderOption = DEFAULT_STATE_DIR) -> None:
-    """List the certificates with their ids and expiry."""
+    """List the certificates with their ids and expiry; a third of its life before that, one is due."""
     with _authority(state_dir) as authority:
         found = authority.issued()
     if output in DOCUMENTS:
@@ -111,7 +111,7 @@ def _revoke(
     serial: Annotated[str, typer.Argument(help="Hexadecimal, as `fairway certs list -o wide` shows it.")],
     state_dir: FolderOption = DEFAULT_STATE_DIR,
 ) -> None:
-    """Let servers refuse a certificate from the next call on."""
+    """Let servers refuse a certificate, and end its open calls within seconds."""
     try:
         number = int(serial, 16)
     except ValueError as exc:
@@ -151,7 +151,9 @@ for _name, _run, _examples in (
 def _state(each: Issued) -> str:
     if each.revoked:
         return "revoked"
-    return "expired" if each.leaf.problem(time.time()) else "valid"
+    if each.leaf.problem(time.time()):
+        return "expired"
+    return "due" if each.leaf.is_due(time.time()) else "valid"
 
 
 def _document(each: Issued) -> dict[str, object]:

@@ -81,8 +81,8 @@ def open_client(address: str, api_key: str, state_dir: Path, *, answer_s: float)
     """Return a client of the gateways in the options, not entered yet. Raises CliError."""
     target = targets.gateway(address, api_key, state_dir)
     options = ClientOptions(generation_timeout_s=answer_s)
-    credentials = credentials_of(target.tls_dir)
-    return Client(target.address.split(","), api_key=target.key, options=options, credentials=credentials)
+    credentials_of(target.tls_dir)  # The client would raise OSError, without a next step.
+    return Client(target.address.split(","), api_key=target.key, options=options, credentials=target.tls_dir)
 
 
 def options_of(

@@ -26,7 +26,7 @@ from fairway.client.admin.calls import Service
 from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Rollouts, Tenants
 from fairway.client.admin.watch import Missed, OnLost, WatchUpdate, watch_events, watch_resources
 from fairway.client.attempts import Attempts, Core
-from fairway.client.endpoints import check_addresses
+from fairway.client.endpoints import Credentials, check_addresses
 from fairway.client.errors import from_rpc
 from fairway.client.guard import Guard
 from fairway.client.publish.publish import Base, Kind, Published, PublishProgress, publish
@@ -527,11 +527,12 @@ class AdminClient:
         admin_key: str = "",
         registry: str | Sequence[str] = (),
         options: ClientOptions = ADMIN_OPTIONS,
-        credentials: grpc.ChannelCredentials | None = None,
+        credentials: Credentials = None,
         rng: Random | None = None,
     ) -> None:
         """Addresses are host:port. Without ``control_planes`` only ``models`` can be used; without
-        ``registry`` only the rest. ``credentials``: for TLS; without it the key is sent in clear text.
+        ``registry`` only the rest. ``credentials``: for TLS, or the folder of a certificate, whose files are
+        read again after they were replaced; without it the key is sent in clear text.
 
         Without ``admin_key``, calls carry the token of `fairway login`. Opens no connection yet. Raises
         ValueError for no address, a duplicate, or without key and login.

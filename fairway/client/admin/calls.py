@@ -38,7 +38,6 @@ class Service:
         self.guard = guard
         self._stub_of = stub_of
         self._messages = messages
-        self._stubs: dict[str, Stub] = {}
 
     def request(self, method: str, fields: dict[str, Any]) -> Any:
         return getattr(self._messages, f"{method}Request")(**fields)
@@ -101,9 +100,7 @@ class Service:
         return self.core.options.timeout_s if requested_s is None else checked_timeout_s(requested_s)
 
     def stub(self, endpoint: Endpoint) -> Stub:
-        if endpoint.address not in self._stubs:
-            self._stubs[endpoint.address] = self._stub_of(endpoint.channel)
-        return self._stubs[endpoint.address]
+        return endpoint.stub_of(self._stub_of)
 
     async def open(self, method: str, request: Any, attempts: Attempts) -> Stream:
         """Return a stream of responses; the caller closes it. Raises NoGateway and DeadlineExceeded."""
@@ -122,7 +119,13 @@ class Stream:
     def __init__(self, service: Service, endpoint: Endpoint, method: str, request: Any) -> None:
         self.endpoint = endpoint
         self._service = service
+        self._channel = endpoint.channel
         self._call = getattr(service.stub(endpoint), method)(request, metadata=service.core.metadata)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the certificate was replaced since the call began."""
+        return self.endpoint.channel is not self._channel
 
     async def read(self, within_s: float) -> Any:
         """Return the next response. Raises ConnectionLost if no message arrives in time."""

@@ -16,6 +16,7 @@ from fairway.client.errors import (
     FailedPrecondition,
     FairwayError,
     OverQuota,
+    Unauthenticated,
     Unavailable,
     WaitFailed,
 )
@@ -158,7 +159,10 @@ async def _follow(
             position.revision = 0
             attempts = Attempts(core, service.timeout_s(None))
             continue
-        except _PASSING as exc:
+        except (*_PASSING, Unauthenticated) as exc:
+            # A server ends a call with the certificate that it began with, which was replaced in time.
+            if isinstance(exc, Unauthenticated) and not (stream is not None and stream.is_outdated):
+                raise
             error = exc
         finally:
             if stream is not None:

@@ -16,7 +16,7 @@ from aetcd import rpc
 from services.core.errors import InvalidInput, StorageFull, StoreUnavailable
 from services.ports.store import Compacted, LeaseLost
 from services.rpc.channel import channel_credentials
-from services.runtime.certificates import Certificates
+from services.runtime.certificates import Certificates, renewed
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 _TRANSPORT: Final = re.compile("^https?://")
@@ -78,8 +78,9 @@ def _kind(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stubs:
-    """The stubs of one channel. Untyped: they are generated without type stubs."""
+    """A channel with its stubs. They are untyped: they are generated without type stubs."""
 
+    channel: grpc.aio.Channel
     kv: Any
     lease: Any
     watch: Any
@@ -98,30 +99,22 @@ class EtcdChannel:
         self._certificates = certificates if is_secured(endpoints) else None
         if is_secured(endpoints) and certificates is None:
             raise InvalidInput("etcd's https:// endpoints need FAIRWAY_TLS_DIR", field="endpoints")
-        self._identity = None if self._certificates is None else self._certificates.current()
         self._current = 0
         self.members = len(endpoints)
-        self._open()
+        self._names = renewed(self._certificates, self._open)
 
-    def _open(self) -> None:
-        if self._identity is None:
-            self._channels = [grpc.aio.insecure_channel(t, options=_OPTIONS) for t in self._targets]
-        else:
-            credentials = channel_credentials(self._identity)
-            self._channels = [
-                grpc.aio.secure_channel(t, credentials, options=_OPTIONS) for t in self._targets
-            ]
-        self._stubs = [_stubs(channel) for channel in self._channels]
+    def _open(self) -> list[Stubs]:
+        if self._certificates is None:
+            return [_stubs(grpc.aio.insecure_channel(t, options=_OPTIONS)) for t in self._targets]
+        credentials = channel_credentials(self._certificates.current())
+        return [_stubs(grpc.aio.secure_channel(t, credentials, options=_OPTIONS)) for t in self._targets]
 
     @contextmanager
     def stubs(self) -> Iterator[Stubs]:
         """Yield the stubs to use. A gRPC error inside the block becomes an error of the store port."""
-        if self._certificates is not None and self._certificates.current() is not self._identity:
-            self._identity = self._certificates.current()
-            self._open()
         used = self._current
         try:
-            yield self._stubs[used]
+            yield self._names()[used]
         except grpc.aio.AioRpcError as error:
             mapped = domain_error(error)
             if isinstance(mapped, StoreUnavailable):
@@ -146,13 +139,13 @@ class EtcdChannel:
             return await answer
 
     async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
+        for stubs in self._names():
+            await stubs.channel.close()
 
     def _leave(self, used: int) -> None:
         """Select the next name, once for all calls that failed on the same one."""
         if self._current == used:
-            self._current = (used + 1) % len(self._channels)
+            self._current = (used + 1) % len(self._targets)
 
 
 def domain_error(error: grpc.aio.AioRpcError) -> Exception:
@@ -174,6 +167,7 @@ def domain_error(error: grpc.aio.AioRpcError) -> Exception:
 
 def _stubs(channel: grpc.aio.Channel) -> Stubs:
     return Stubs(
+        channel=channel,
         kv=rpc.KVStub(channel),
         lease=rpc.LeaseStub(channel),
         watch=rpc.WatchStub(channel),

@@ -28,6 +28,10 @@ class GrpcStreams:
         self._metadata = auth_metadata(token)
         self._certificates = certificates
 
+    @property
+    def credentials(self) -> object:
+        return None if self._certificates is None else self._certificates.current()
+
     async def open(
         self, address: str, method: StreamMethod[Out, In], *, timeout_s: float
     ) -> ClientStream[Out, In]:

@@ -204,6 +204,7 @@ class WorkerLink:
         self.address = address
         self.closed = False
         self.task: asyncio.Task[None] | None = None
+        self.credentials = streams.credentials
         self._streams = streams
         self._clock = clock
         self._gateway_id = gateway_id
@@ -430,9 +431,13 @@ class MuxedWorkers:
         return NotStarted()
 
     def _link_to(self, address: str) -> WorkerLink | None:
-        """Return the stream to this worker, opened on demand; None when too many are open."""
+        """Return the stream to this worker, opened on demand; None when too many are open.
+
+        A worker ends a stream with the certificate that opened it: new sequences go to a new stream once that
+        was replaced, and the earlier one ends when it is idle.
+        """
         link = self._links.get(address)
-        if link is not None and not link.closed:
+        if link is not None and not link.closed and link.credentials is self._streams.credentials:
             return link
         return self._open(address) if len(self._links) < MAX_LINKS else None
 

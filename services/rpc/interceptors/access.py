@@ -113,7 +113,7 @@ class AccessControl(AroundInterceptor):
                 raise PermissionDenied(f"{method} has no access rule")
             who = self._identify(method, context, allowed)
             if self._peers is not None:
-                self._peers.check(method, context, is_service=who is None)
+                call = self._peers.checked(method, context, call, is_service=who is None)
         except FairwayError:
             self._unauthenticated.refused(peer)
             raise

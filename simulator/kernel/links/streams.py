@@ -19,6 +19,8 @@ Out = TypeVar("Out")
 class SimStreams:
     """Implements ``ports.message_stream.StreamClient`` for one process."""
 
+    credentials = None
+
     def __init__(self, process: Process, network: Network) -> None:
         self._process = process
         self._network = network

@@ -27,7 +27,7 @@ from services.core.errors import Unauthenticated
 from services.core.generation import Principal
 from services.core.records import KeyRole, dump
 from services.ports.store import Put
-from services.rpc.server import RpcServer, RpcService
+from services.rpc.server import RpcServer, RpcService, ServerTls
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
@@ -90,7 +90,9 @@ class Plane:
     def __init__(self, store: MemoryStore, measured: Measurements) -> None:
         self.servicer = Servicer(store, measured)
         self.port = 0
+        self.tls: ServerTls | None = None
         self._server: RpcServer | None = None
+        self._guarding: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -109,11 +111,15 @@ class Plane:
             internal_token=TOKEN,
             new_incident=lambda: "inc",
             authenticate=_authenticate,
+            tls=self.tls,
         )
         await self._server.start()
+        self._guarding = asyncio.create_task(self._server.guard_connections(CLOCK))
         self.port = self._server.port
 
     async def stop(self) -> None:
+        if self._guarding is not None:
+            self._guarding.cancel()
         if self._server is not None:
             await self._server.stop(0)
             self._server = None

@@ -25,7 +25,12 @@ from fairway.client.admin.watch import watch_resources
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.manifest import sha256_of
 from services.core.records import Tag, VersionRecord, tag_key, version_key
+from services.rpc.server import ServerTls
+from services.runtime.certificates import FolderCertificates
+from services.runtime.clock import SystemClock
 from tests.integration.client.planes import Fleet, fleet
+from tests.support.certificates import authority_in, issued
+from tests.support.waiting import until
 
 T = TypeVar("T")
 DIGEST = sha256_of(b"1")
@@ -45,6 +50,30 @@ def tenant(name: str, **fields: Any) -> cp.Tenant:
 async def take(news: AsyncGenerator[T, None]) -> T:
     async with asyncio.timeout(HANG_S):
         return await anext(news)
+
+
+async def test_a_watch_goes_on_when_its_certificate_was_replaced_and_expires(
+    planes: Fleet, tmp_path: Path
+) -> None:
+    """Its authority is replaced too: what the client read at its start opens nothing any more."""
+    authority, plane, lost = authority_in(tmp_path / "certs"), planes.planes[0], list[FairwayError]()
+    server = FolderCertificates(issued(authority, "controlplane").folder, SystemClock())
+    folder = issued(authority, "operator", days=5 / 86400).folder
+    await plane.stop()
+    plane.tls = ServerTls(server, SystemClock())
+    await plane.start()
+    async with (
+        AdminClient(plane.address, admin_key="admin", credentials=folder) as admin,
+        aclosing(admin.tenants.watch(on_lost=lambda error, _: lost.append(error))) as news,
+    ):
+        assert await take(news) == Snapshot({})
+        issued(authority, "operator")
+        await asyncio.to_thread(authority.rotate, lambda done: None)
+        coming = asyncio.create_task(take(news))
+        await until(lambda: bool(lost))
+        made = await admin.tenants.create(tenant("acme"))
+        assert await coming == Changed("acme", made)
+    assert [error.reason for error in lost] == ["UNAUTHENTICATED"]
 
 
 async def test_what_is_there_then_every_change(planes: Fleet) -> None:

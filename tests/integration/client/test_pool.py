@@ -29,7 +29,8 @@ class Rig:
 
     def __init__(self, gateways: Pair) -> None:
         self.now_s = 100.0
-        self.first, self.second = open_endpoints([one.address for one in gateways], None, 1 << 20)
+        addresses = [one.address for one in gateways]
+        self.first, self.second = open_endpoints(addresses, None, 1 << 20, now=lambda: self.now_s)
         self.pool = EndpointPool([self.first, self.second], now=lambda: self.now_s, rng=Random(3))
 
     def fail(self, reason: str, retry_after_s: float | None = None) -> None:

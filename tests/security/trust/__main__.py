@@ -2,8 +2,9 @@
 
 One installation whose faces have TLS, under streams and completions with keys and tokens:
 
-- the certificates, their authority, the keys of the tokens' provider and those of the audit log are replaced:
-  no request fails, and each acknowledged change is in the log, by a client written from its specification;
+- the certificates, their authority, the keys of the tokens' provider, those of the audit log, of tenants'
+  data, and those that wrap these are replaced: no request fails, what was stored before is read, and each
+  acknowledged change is in the log, by a client written from its specification;
 - every RPC and every route is called with no credential, spoiled ones, lower roles, another tenant's key, a
   worker's certificate, and certificates that open nothing;
 - the processor time of a refused call is compared with that of a completion of 16 tokens.
@@ -45,6 +46,7 @@ from services.runtime.clock import SystemClock
 from tests.conftest import Server
 from tests.security.drills.canary import Canary, CanaryFailed, generation, grpc_stream
 from tests.security.trust.matrix import (
+    OTHER,
     OWN,
     Callers,
     Cells,
@@ -62,6 +64,7 @@ from tests.support.updating import admin_of
 CLIENTS: Final = 2
 REFRESH_S: Final = 10.0  # the shortest period in which the roles read the provider's keys
 SETTLE_S: Final = 3.0
+KEY_CACHE_S: Final = 1.0
 PROMPT: Final = "def f(n):\n"
 STREAMS: Final = 40  # on each installation, for the times to first token
 SERVED: Final = 40
@@ -101,13 +104,14 @@ class Load:
     token: Callable[[], str]
     served: int = 0
     acknowledged: list[str] = field(default_factory=list)
+    stored: dict[str, object] = field(default_factory=dict)  # responses by id
     failures: list[str] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         stopping = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            for work in (self._streams, self._completions):
+            for work in (self._streams, self._completions, self._responses):
                 for _ in range(CLIENTS):
                     group.create_task(self._repeat(work, stopping))
             group.create_task(self._repeat(self._change, stopping))
@@ -142,6 +146,26 @@ class Load:
         for credential in (self.stack.api_key, self.token()):
             status, said = await asyncio.to_thread(face.ask, "POST", "/v1/completions", credential, data)
             assert status == 200, f"{status} {said[:120]!r}"
+
+    async def _responses(self) -> None:
+        """Store a response, and read the first one again."""
+        body = {"model": self.stack.model, "input": PROMPT, "max_output_tokens": 8, "store": True}
+        face, data = Https(self.stack), json.dumps(body).encode()
+        status, said = await asyncio.to_thread(face.ask, "POST", "/v1/responses", self.stack.api_key, data)
+        assert status == 200, f"{status} {said[:120]!r}"
+        made = json.loads(said)
+        self.stored[made["id"]] = made["output"]
+        assert not (wrong := await self.unread(list(self.stored)[:1])), wrong
+
+    async def unread(self, ids: Iterable[str]) -> list[str]:
+        """Return which stored responses are not read as they were written."""
+        found, face = [], Https(self.stack)
+        for each in ids:
+            path = f"/v1/responses/{each}"
+            status, said = await asyncio.to_thread(face.ask, "GET", path, self.stack.api_key)
+            if status != 200 or json.loads(said)["output"] != self.stored[each]:
+                found.append(f"{each}: {status} {said[:120]!r}")
+        return found
 
     async def _change(self) -> None:
         name = f"made-{len(self.acknowledged)}"
@@ -187,6 +211,30 @@ class Keys:
         path.write_text(f"{secrets.token_hex(32)}\n{path.read_text()}")
         await asyncio.sleep(SETTLE_S)
 
+    async def tenants_key(self) -> None:
+        before = (await self._data_keys())["default"].generations
+        async with admin_of(self.stack) as admin:
+            await admin.tenants.rotate_key("default")
+        while (await self._data_keys())["default"].generations == before:
+            await asyncio.sleep(0.5)
+
+    async def wrapping_key(self) -> None:
+        """Add a key behind the present one, let it wrap every key of a tenant, and remove the former one."""
+        path, key = self.stack.state / "secrets" / "record_keys", secrets.token_hex(32)
+        former, before = path.read_text(), {each.wrapper for each in (await self._data_keys()).values()}
+        path.write_text(f"{former.rstrip()}\n{key}\n")
+        await asyncio.sleep(SETTLE_S)
+        path.write_text(f"{key}\n{former}")
+        while before & {each.wrapper for each in (await self._data_keys()).values()}:
+            await asyncio.sleep(0.5)
+        path.write_text(f"{key}\n")
+
+    async def _data_keys(self) -> dict[str, cp.DataKeyStatus]:
+        """Return the state of the keys of tenants that have one, by tenant."""
+        async with admin_of(self.stack) as admin:
+            found = {name: (await admin.tenants.get(name)).data_key for name in ("default", OWN, OTHER)}
+        return {name: each for name, each in found.items() if each.generations}
+
     async def _certs(self, *arguments: str) -> None:
         await asyncio.to_thread(fairway, "certs", *arguments, "--state-dir", str(self.stack.state))
 
@@ -197,6 +245,8 @@ ROTATIONS: Final[Mapping[str, Callable[[Keys], Awaitable[None]]]] = {
     "authority": Keys.authority,
     "keys of tokens": Keys.token_keys,
     "keys of the audit log": Keys.audit_key,
+    "a tenant's data key": Keys.tenants_key,
+    "the key that wraps tenants' keys": Keys.wrapping_key,
 }
 
 
@@ -313,6 +363,8 @@ async def drill(secured: Stack, provider: OidcProvider, folder: Path) -> tuple[d
     callers = await Callers.created(secured, provider)
     refused_ratio = await refused_cost_ratio(secured, callers)
     load = await rotate_all(secured, keys)
+    unread = await load.unread(load.stored)
+    say(f"{len(load.stored)} responses stored, {len(unread)} not read afterwards")
     say(f"{load.served} served, {len(load.acknowledged)} changes, {len(load.failures)} failed")
     lost = await asyncio.to_thread(audit_lost, secured, load.acknowledged, folder / "log")
     cells = Cells()
@@ -326,10 +378,12 @@ async def drill(secured: Stack, provider: OidcProvider, folder: Path) -> tuple[d
         before = cells.count
         await sending
         say(f"{kind}: {cells.count - before} cells")
-    wrong = [*load.failures, *cells.unexpected, *(f"no entry of {each}" for each in lost)]
+    wrong = [*load.failures, *unread, *cells.unexpected, *(f"no entry of {each}" for each in lost)]
     figures = {
         "rotations": len(ROTATIONS),
         "failed": len(load.failures),
+        "stored": len(load.stored),
+        "unread": len(unread),
         "cells": cells.count,
         "unexpected": len(cells.unexpected),
         "audit_lost": len(lost),
@@ -348,9 +402,15 @@ def run(folder: Path) -> tuple[dict[str, float], list[str]]:
             "refresh_s": REFRESH_S,
         }
         (folder / "oidc.json").write_text(json.dumps(settings))
-        oidc = {"FAIRWAY_OIDC_FILE": str(folder / "oidc.json")}
+        # A cached key would hide that its wrapped form opens no more.
+        variables = {
+            "FAIRWAY_OIDC_FILE": str(folder / "oidc.json"),
+            "FAIRWAY_KEY_CACHE_S": f"{KEY_CACHE_S:g}",
+        }
         options = ("--host", "0.0.0.0")
-        with Stack.started(folder / "tls", workers=1, replicas=1, settings=oidc, options=options) as secured:
+        with Stack.started(
+            folder / "tls", workers=1, replicas=1, settings=variables, options=options
+        ) as secured:
             figures, wrong = asyncio.run(drill(secured, provider, folder))
             with Stack.started(folder / "plain", workers=1, replicas=1, options=("--insecure",)) as plain:
                 figures["ttft_ratio"] = round(asyncio.run(ttft_ratio(secured, plain)), 3)

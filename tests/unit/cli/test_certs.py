@@ -49,6 +49,7 @@ def test_what_is_not_due_stays(tmp_path: Path) -> None:
     kept = authority.issue("worker", "w", days=30, due_only=True)
     assert kept.leaf == first.leaf
     later = Authority(authority.root, lambda: datetime.now(UTC) + timedelta(days=21))
+    assert first.leaf.is_due(later._now().timestamp())
     (renewed,) = later.renew(due_only=True)
     assert renewed.leaf.serial != first.leaf.serial
     assert renewed.names == first.names

@@ -57,6 +57,22 @@ def test_another_server_gets_the_login_and_no_key_of_this_machine(tmp_path: Path
     assert targets.http_api("https://other", "", state) == Target("https://other", "to.ke.n")
 
 
+def test_keys_of_an_installation_are_sent_to_its_own_servers_alone(tmp_path: Path) -> None:
+    state = installed(tmp_path)
+    assert targets.controlplane("c:1", "", state) == Target("c:1", "admin")
+    for find, option in (
+        (targets.controlplane, "--admin-key"),
+        (targets.registry, "--admin-key"),
+        (targets.gateway, "--api-key"),
+        (targets.http_api, "--api-key"),
+    ):
+        for foreign in ("evil:1", "c:1,evil:1", "http://h.evil"):
+            with pytest.raises(CliError, match="for its own servers") as caught:
+                find(foreign, "", state)
+            assert caught.value.reason == "NO_KEY"
+            assert option in caught.value.next_step
+
+
 def test_the_certificate_of_an_installation_is_for_its_own_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
+from fairway.tls import Leaf
 from services.adapters.blobs.observed import ObservedBlobs
 from services.adapters.quarantine import MemoryQuarantine
 from services.controlplane.telemetry import MAX_NAMES, AlertTelemetry
@@ -22,6 +23,7 @@ from services.gateway.poison import PoisonGate
 from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
+from services.runtime.process.health import Check, Health
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.memory_blobs import MemoryBlobs
@@ -148,6 +150,21 @@ async def test_the_first_damaged_bytes_page() -> None:
             pass
     scrapes.add(generate_latest(metrics.registry).decode(), 30.0, job="registry", instance="registry")
     assert evaluate(RULES["FairwayDamagedBytes"], scrapes)
+
+
+@pytest.mark.parametrize(("left_days", "fires"), [(16, False), (14, True), (-1, True)])
+def test_a_certificate_that_was_not_renewed_pages_before_it_expires(left_days: int, fires: bool) -> None:
+    """It lives for 90 days; the process reports it in /readyz and serves on."""
+    leaf = Leaf(None, 1, 0.0, 90 * 86400.0)
+    metrics, scrapes = Metrics(), Scrapes()
+    health = Health(metrics)
+    health.open()
+    now_s = (90 - left_days) * 86400.0
+    health.add([Check("certificate", lambda: leaf.notice(now_s), withdraws=False)])
+    scrapes.add(generate_latest(metrics.registry).decode(), 15.0, job="worker", instance="worker-0")
+    assert bool(evaluate(RULES["FairwayCertificateExpires"], scrapes)) is fires
+    assert bool(health.notices()) is fires
+    assert not health.problems()
 
 
 async def test_the_first_condemned_input_of_a_version_alerts() -> None:
