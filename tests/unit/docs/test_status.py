@@ -63,9 +63,8 @@ def test_each_row_names_proofs_that_exist(capability: str, proofs: tuple[str, ..
     assert [proof for proof in proofs if not _exists(proof)] == []
 
 
-@pytest.mark.parametrize("proofs", [row[2] for row in ROWS if row[1] == "not yet"])
-async def test_not_yet_answers_unimplemented(proofs: tuple[str, ...]) -> None:
-    for proof in proofs:
+async def test_not_yet_answers_unimplemented() -> None:
+    for proof in (proof for row in ROWS if row[1] == "not yet" for proof in row[2]):
         service, _, method = proof.partition(".")
         servicer_class = SERVICERS[service]
         servicer: Any = object.__new__(servicer_class)  # these methods use no state

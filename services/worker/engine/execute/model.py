@@ -147,6 +147,58 @@ class Decoder:
         return residual
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The pieces of a model, made from its open checkpoint; by several threads where the operators copy."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    operators: Operators
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.checkpoint.tensor(name, dtype=self.dtype).to(self.device)
+
+    def product(
+        self, make: Callable[[Parts, torch.Tensor | None], _Product], *names: str, bias: bool = False
+    ) -> _Product:
+        """Several projections of one input become one product."""
+        owned = not self.operators.copies
+        parts = [
+            self.checkpoint.tensor(f"{name}.weight", dtype=self.dtype, owned=owned).to(self.device)
+            for name in names
+        ]
+        biases = torch.cat([self.tensor(f"{name}.bias") for name in names]) if bias else None
+        try:
+            return make(parts, biases)
+        except NotFinite as error:
+            raise not_finite(f"{names[error.part]}.weight", self.dtype) from error
+
+    @torch.inference_mode()
+    def layer(self, index: int) -> Layer:
+        config, operators = self.config, self.operators
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        norms = (self.tensor(f"{attention}{name}_norm.weight") for name in "qk" if config.qk_norm)
+        inputs = (attention + name for name in ("q_proj", "k_proj", "v_proj"))
+        return Layer(
+            input_norm=self.tensor(prefix + "input_layernorm.weight"),
+            qkv=self.product(operators.projection, *inputs, bias=config.qkv_bias),
+            head_norms=HeadNorms(*norms) if config.qk_norm else None,
+            output=self.product(operators.projection, attention + "o_proj", bias=config.output_bias),
+            mlp_norm=self.tensor(prefix + "post_attention_layernorm.weight"),
+            gate_up=self.product(operators.gated, mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias),
+            down=self.product(operators.projection, mlp + "down_proj", bias=config.mlp_bias),
+        )
+
+    @torch.inference_mode()
+    def head(self, embedding: torch.Tensor) -> Projection:
+        if self.config.tied:
+            return self.operators.projection([embedding], None)
+        return self.product(self.operators.projection, HEAD.removesuffix(".weight"))
+
+
 def load_weights(
     config: ModelConfig,
     checkpoint: Checkpoint,
@@ -156,51 +208,14 @@ def load_weights(
     operators: Operators,
     progress: Callable[[float], None],
 ) -> Weights:
-    """Return the weights on the device. ``progress`` is called with 0..1; one layer at a time is unpacked."""
-
-    def tensor(name: str) -> torch.Tensor:
-        return checkpoint.tensor(name, dtype=dtype).to(device)
-
-    def product(
-        make: Callable[[Parts, torch.Tensor | None], _Product], *names: str, bias: bool = False
-    ) -> _Product:
-        """Several projections of one input become one product."""
-        owned = not operators.copies
-        parts = [checkpoint.tensor(f"{name}.weight", dtype=dtype, owned=owned).to(device) for name in names]
-        biases = torch.cat([tensor(f"{name}.bias") for name in names]) if bias else None
-        try:
-            return make(parts, biases)
-        except NotFinite as error:
-            raise not_finite(f"{names[error.part]}.weight", dtype) from error
-
-    @torch.inference_mode()
-    def layer(index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        norms = (tensor(f"{attention}{name}_norm.weight") for name in "qk" if config.qk_norm)
-        inputs = (attention + name for name in ("q_proj", "k_proj", "v_proj"))
-        return Layer(
-            input_norm=tensor(prefix + "input_layernorm.weight"),
-            qkv=product(operators.projection, *inputs, bias=config.qkv_bias),
-            head_norms=HeadNorms(*norms) if config.qk_norm else None,
-            output=product(operators.projection, attention + "o_proj", bias=config.output_bias),
-            mlp_norm=tensor(prefix + "post_attention_layernorm.weight"),
-            gate_up=product(operators.gated, mlp + "gate_proj", mlp + "up_proj", bias=config.mlp_bias),
-            down=product(operators.projection, mlp + "down_proj", bias=config.mlp_bias),
-        )
-
-    @torch.inference_mode()
-    def output() -> Projection:
-        if config.tied:
-            return operators.projection([embedding], None)
-        return product(operators.projection, HEAD.removesuffix(".weight"))
-
-    embedding, norm = tensor(EMBEDDING), tensor("model.norm.weight")
-    layers = []
+    """Return the weights on the device. ``progress`` is called with 0..1; each thread unpacks one layer."""
+    made = _Pieces(config, checkpoint, dtype, device, operators)
+    embedding, norm = made.tensor(EMBEDDING), made.tensor("model.norm.weight")
+    layers: list[Layer] = []
     # Each thread makes a layer of its own: threads that share one wait for each other at every weight.
     with ThreadPoolExecutor(torch.get_num_threads() if operators.copies else 1, "load") as pool:
-        last = pool.submit(output)
-        for each in pool.map(layer, range(config.layers)):
+        last = pool.submit(made.head, embedding)
+        for each in pool.map(made.layer, range(config.layers)):
             layers.append(each)
             progress(len(layers) / (config.layers + 1))
         head = last.result()

@@ -76,7 +76,7 @@ def test_a_weight_in_parts_is_the_weight_in_one(
 ) -> None:
     """Parts end within a group of lanes as well as at its end, and are longer than what is packed at once."""
     weight, x = random(sum(sizes), 300, dtype=dtype, seed=4), random(3, 300, dtype=dtype)
-    make, parts = operators(dtype), weight.split(sizes)
+    make, parts = operators(dtype), torch.split(weight, [*sizes])
     assert torch.equal(make.projection(parts, None)(x), make.projection([weight], None)(x))
     double = torch.cat((weight, weight.flip(0)))
     assert torch.equal(make.gated([*parts, weight.flip(0)], None)(x), make.gated([double], None)(x))
