@@ -30,6 +30,7 @@ from services.runtime.certificates import Certificates
 
 Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
 QUEUES_S: Final = 3.0
+MOST_LOADS: Final = 1000  # pools whose loads scaling reads; the rest of a larger fleet keep their replicas
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
 REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
@@ -115,6 +116,13 @@ class GrpcQueues(LeaderCalls):
     async def page(self, *, size: int, token: str, tenant: str) -> scheduler_pb2.ListPoolsResponse:
         """Return a page of pools with the shares of one tenant, or of all when ``tenant`` is empty."""
         request = scheduler_pb2.ListPoolsRequest(page_size=size, page_token=token, tenant=tenant)
+        found: scheduler_pb2.ListPoolsResponse
+        found = await self.call(lambda channel: _Stub(channel).ListPools, request, self._timeout_s)
+        return found
+
+    async def loads(self) -> scheduler_pb2.ListPoolsResponse:
+        """Return the load of every pool, of at most ``MOST_LOADS``."""
+        request = scheduler_pb2.ListPoolsRequest(page_size=MOST_LOADS, only_load=True)
         found: scheduler_pb2.ListPoolsResponse
         found = await self.call(lambda channel: _Stub(channel).ListPools, request, self._timeout_s)
         return found

@@ -21,28 +21,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.estimates.capacity import spare_replicas
+from services.core.estimates.pool_load import PoolLoad
 from services.core.records import Priority
-
-
-@dataclass(frozen=True, slots=True)
-class ClassLoad:
-    """Requests of one class at one pool. ``target_s``: time to first token that they are served for."""
-
-    priority: Priority
-    target_s: float = math.inf
-    waiting: float = 0.0  # work in the queue
-    arrived: float = 0.0  # work that arrived since the reporter began; never decreases while it lasts
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLoad:
-    """Observation of a pool. ``rate`` None: no replica has been measured."""
-
-    classes: tuple[ClassLoad, ...]
-    rate: float | None = None  # work per second of one ready replica
-    request_work: float = 1.0  # work of the mean request
-    held: int = 0  # requests that wait while no replica serves
-    reporter: int = 0  # epoch of the leader that counted; another one begins its counts anew
+from services.core.scaling import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +53,6 @@ class ReplicaBounds:
     idle_s: float = math.inf  # time without a request before the last replica is removed; needs ``least`` 0
     pinned: int | None = None
     frozen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """A signal or bound, the replicas that it asked for, and a sentence with its figures."""
-
-    signal: str
-    replicas: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
