@@ -71,6 +71,36 @@ class ReconcilerTelemetry:
         return f"a round has run for {stuck_s:.0f} s" if stuck_s > STALLED_S else ""
 
 
+class ScalingTelemetry:
+    """Exports the replicas that the leader decided, and counts the changes by their decisive signal."""
+
+    def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
+        metrics = metrics if metrics is not None else Metrics()
+        self._replicas: dict[Labels, float] = {}
+        self._decisions = metrics.counter(
+            "fairway_scaling_decisions_total",
+            "Written decisions about the replicas of deployments, by the signal or bound that decided",
+            ("signal",),
+        )
+        metrics.gauge(
+            "fairway_scaling_replicas",
+            "Replicas that were decided for a deployment with scaling bounds; only from the leader",
+            lambda: tuple(self._replicas.items()) if leads() else (),
+            ("deployment",),
+        )
+
+    def decided(self, signal: str) -> None:
+        self._decisions.add(signal)
+
+    def replicas(self, found: Iterable[tuple[str, int]]) -> None:
+        """Replace the replicas of all deployments."""
+        levels: dict[Labels, float] = {}
+        names = LabelCap(MAX_NAMES)
+        for name, replicas in found:
+            _raise_to(levels, (names.of(name),), replicas)
+        self._replicas = levels
+
+
 class AlertTelemetry:
     """Exports what the leader checked last. Nothing is exported while this process does not lead."""
 

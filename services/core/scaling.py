@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 START_S: Final = 60.0  # time from an order until READY, before any was observed
+_MOST_HOLD_S: Final = 3600.0
 IDLE_S: Final = 600.0  # time without a request before the last replica is removed, unless stated
 
 
@@ -54,5 +55,5 @@ class Scaled:
 
     @property
     def hold_s(self) -> float:
-        """How long a request waits for the first replica: twice what a start is expected to take."""
-        return 2.0 * self.start_s
+        """How long a request waits for the first replica, and a start from zero may take."""
+        return min(_MOST_HOLD_S, 30.0 + 2.0 * self.start_s)

@@ -213,6 +213,8 @@ class Settings(BaseModel):
 
     # Longest wait in the queue.
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
+    # How long a replica stays after the last signal that needed it, where replicas follow the load.
+    scaling_settle_s: float = Field(default=300.0, ge=1, le=86400)
     # Most placements in the queue.
     queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
     # Seconds without a leader until gateways place requests themselves.
