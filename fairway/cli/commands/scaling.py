@@ -1,4 +1,4 @@
-"""`fairway scaling`: replicas that follow the load, why there are so many, and what operators decide instead."""
+"""`fairway scaling`: replicas that follow the load, and what operators decide instead."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ SCALING: Final[Resource[cp.DeploymentScaling]] = Resource(
 )
 
 
-@command(
-    app, "list", to=Server.CONTROLPLANE, examples=("fairway scaling list", "fairway scaling list -o wide")
-)
+@command(app, "list", to=Server.CONTROLPLANE, examples=("fairway scaling list",))
 async def list_(connection: Connection, output: OutputOption = Format.TABLE) -> None:
     """List the deployments whose replicas follow their load, each with the decisive reason."""
     SCALING.write_list(await _found(connection, ""), output)
@@ -148,7 +146,8 @@ async def _change(
     def of_deployment(deployment: cp.Deployment) -> None:
         if not deployment.HasField("scaling"):
             raise typer.BadParameter(
-                f"{name} has no scaling bounds; `fairway deployments update {name} --max-replicas N` sets them"
+                f"{name} has no scaling bounds; "
+                f"`fairway deployments update {name} --max-replicas N` sets them"
             )
         change(deployment.scaling)
 

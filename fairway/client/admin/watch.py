@@ -319,10 +319,9 @@ def _is_updated_later(deployment: cp.Deployment, worker_id: str) -> bool:
 
 def deployment_timeout(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
     name, status = deployment.metadata.name, deployment.status
-    why = status.message or describe(deployment)
+    why, wanted = status.message or describe(deployment), wanted_replicas(deployment)
     return DeadlineExceeded(
-        f"{name} has {status.ready_replicas} of {wanted_replicas(deployment)} replicas after {timeout_s:g} s: "
-        f"{why}",
+        f"{name} has {status.ready_replicas} of {wanted} replicas after {timeout_s:g} s: {why}",
         reason="NOT_READY_IN_TIME",
         metadata={"deployment": name, "ready_replicas": str(status.ready_replicas)},
     )

@@ -89,6 +89,7 @@ def test_the_class_batch_has_a_price_of_its_own(fleet: Any, executor: ThreadPool
         fleet.clock,
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
+        scaled=fleet.scaled,
         batch_price_ratio=0.5,
     )
     assert catalog.price("chat-small", Priority.STANDARD) == price
@@ -287,6 +288,7 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
         fleet.clock,
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
+        scaled=fleet.scaled,
     )
     catalog.resolve("chat-small")
     with pytest.raises(IntegrityError):
