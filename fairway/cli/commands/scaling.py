@@ -182,7 +182,7 @@ def explanation(found: cp.DeploymentScaling, unix_s: float) -> list[str]:
         lines.append("the signals now ask for:")
         lines += _reasons(found.present_reasons)
     if found.HasField("load"):
-        lines.append(f"signals of {ago(found.observe_time)}, from scheduler epoch {found.load.reporter}:")
+        lines.append(f"signals of {ago(found.observe_time)}:")
         lines += _load(found.load)
     else:
         lines.append("signals: none, because no control plane leads or no scheduler has reported")

@@ -13,7 +13,7 @@ from services.core.records import DEPLOYMENTS, SCALED, Deployment
 from services.core.scaling import Scaled
 from services.ports.store import Store
 from services.rpc.convert import controlplane as convert
-from services.rpc.convert.inference import timestamp
+from services.rpc.convert.inference import duration_of, timestamp
 from services.rpc.convert.scheduler import LOAD
 
 
@@ -78,6 +78,7 @@ class ScalingListing:
             starting_replicas=len(replicas) - ready,
         )
         if observed is not None:
+            message.start.CopyFrom(duration_of(observed.starts.mean_s))
             message.present_reasons.extend(map(convert.REASON.to_proto, observed.reasons))
             if observed.load is not None:
                 message.load.CopyFrom(LOAD.to_proto(observed.load))

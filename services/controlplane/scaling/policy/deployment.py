@@ -28,6 +28,8 @@ _FIRST_RETRY_S: Final = 60.0
 _MAX_RETRY_S: Final = 1800.0
 _SERVES: Final = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
+_IDLE: Final = Reason("idle", 0, "no request needs a replica")
+
 # The assigned replicas by worker and version digest; None: no worker has reported it.
 Replicas = Mapping[tuple[str, str], LoadedVersion | None]
 
@@ -129,7 +131,7 @@ class DeploymentScaler:
             found = self._decision(now, supply, bounds)
             if found.replicas and not before.replicas and bounds.pinned is None:
                 self._woken_s = now.now_s
-            self.reasons = found.reasons
+            self.reasons = found.reasons or (_IDLE,)
             after = replace(calm, replicas=found.replicas)
         if after == now.decided:
             return after
@@ -191,10 +193,13 @@ def _bounds(scaling: Scaling, now: Situation) -> ReplicaBounds:
         most = min(most, max(least, affordable))
     if now.in_rollout:
         least = max(least, min(now.before.replicas, most))  # the candidates' numbers follow from it
+    idle_s = math.inf if scaling.min_replicas else scaling.idle_s or IDLE_S
+    if not now.before.replicas:
+        idle_s = 0.0  # what is at zero stays there: a new leader has not seen when its last request was
     return ReplicaBounds(
         least,
         most,
-        math.inf if scaling.min_replicas else scaling.idle_s or IDLE_S,
+        idle_s,
         scaling.pinned(now.unix_s),
         scaling.frozen,
     )
