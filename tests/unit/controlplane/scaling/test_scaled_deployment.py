@@ -45,8 +45,9 @@ class Plane:
 
     def decide(self, load: PoolLoad | None, seconds: float = 1.0) -> Scaled:
         """Return the decision after so many seconds, one decision in each."""
-        for _ in range(max(1, int(seconds))):
-            self.now_s += min(1.0, seconds)
+        found = self.decided
+        for _ in range(int(seconds)):
+            self.now_s += 1.0
             found = self.scaler.decide(
                 Situation(
                     self.deployment, self.decided, self.fleet, load, 7, self.now_s, self.now_s, **self.more
@@ -54,6 +55,7 @@ class Plane:
             )
             self.writes += found != self.decided
             self.decided = found
+        assert found is not None
         return found
 
     @property
