@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from services.core.records import BurnAlert, Objective, SliStatus
+from services.core.scaling import NodeOrder, OrderState
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import LATENCY_S, LabelCap, Labels, Metrics, Reading
 
@@ -99,6 +101,32 @@ class ScalingTelemetry:
         for name, replicas in found:
             _raise_to(levels, (names.of(name),), replicas)
         self._replicas = levels
+
+
+class NodeTelemetry:
+    """Exports the orders of nodes by state, and how often the provider failed in a row."""
+
+    def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
+        metrics = metrics if metrics is not None else Metrics()
+        self._orders: Counter[str] = Counter()
+        self._failures = 0
+        metrics.gauge(
+            "fairway_node_orders",
+            "Kept orders of nodes, by state; only from the leader",
+            lambda: tuple(((state,), float(self._orders[state])) for state in OrderState) if leads() else (),
+            ("state",),
+        )
+        metrics.level(
+            "fairway_node_provider_failures",
+            "Failures in a row of the node provider; 0 while not leading",
+            lambda: float(self._failures) if leads() else 0.0,
+        )
+
+    def orders(self, found: Iterable[NodeOrder]) -> None:
+        self._orders = Counter(one.state.value for one in found)
+
+    def provider_failing(self, failures: int) -> None:
+        self._failures = failures
 
 
 class AlertTelemetry:

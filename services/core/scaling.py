@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 START_S: Final = 60.0  # time from an order until READY, before any was observed
@@ -57,3 +58,29 @@ class Scaled:
     def hold_s(self) -> float:
         """How long a request waits for the first replica, and a start from zero may take."""
         return min(_MOST_HOLD_S, 30.0 + 2.0 * self.start_s)
+
+
+class OrderState(StrEnum):
+    ORDERED = "ordered"  # its node has not registered
+    RUNNING = "running"  # its node registered
+    LEAVING = "leaving"  # its node drains, and is released once nothing is assigned to it
+    RELEASED = "released"
+    FAILED = "failed"  # no node registered in time
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """One order of a node, under ``NODE_ORDERS`` and its id; it is written before the provider is called."""
+
+    order_id: str
+    ordered_unix_s: float
+    node_type: str = ""
+    zone: str = ""
+    state: OrderState = OrderState.ORDERED
+    node: str = ""  # its worker; empty until the provider names it
+    ended_unix_s: float = 0.0
+    reason: str = ""  # for which deployment it was made, or why it failed
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (OrderState.RELEASED, OrderState.FAILED)

@@ -20,6 +20,7 @@ from services.core.records import (
     KEYS,
     LEADERS,
     MODELS,
+    NODE_ORDERS,
     NODES,
     OBJECTIVES,
     QUARANTINE,
@@ -44,7 +45,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.core.scaling import Scaled
+from services.core.scaling import NodeOrder, OrderState, Scaled
 from services.ports.poison.quarantine import Quarantined
 
 Observed = (
@@ -63,6 +64,7 @@ Observed = (
     | Rollout
     | Quarantined
     | Scaled
+    | NodeOrder
 )
 State = Mapping[str, Observed]
 T = TypeVar("T")
@@ -74,6 +76,7 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     OBJECTIVES: Objective,
     DEPLOYMENTS: Deployment,
     SCALED: Scaled,
+    NODE_ORDERS: NodeOrder,
     NODES: Node,
     WORKERS: Worker,
     GATEWAYS: Gateway,
@@ -133,6 +136,8 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _deployment(_as(before, Deployment), _as(after, Deployment))
         case Scaled():
             yield from _scaled(_as(before, Scaled), _as(after, Scaled))
+        case NodeOrder() if after is not None:
+            yield from _node_order(_as(before, NodeOrder), record)
         case Node():
             yield from _node(record.worker_id, _as(before, Node), _as(after, Node))
         case Worker():
@@ -284,6 +289,18 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
     if same != before:
         message = "selector, priority, price, executor, devices, scaling or output form changed"
         yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", message)
+
+
+def _node_order(before: NodeOrder | None, after: NodeOrder) -> Iterator[FleetEvent]:
+    kind, name = EventKind.NODE, after.node or after.order_id
+    if before is None:
+        what = " ".join(filter(None, ("a node", after.node_type, after.zone)))
+        yield FleetEvent(kind, name, "NODE_ORDERED", f"{what} for {after.reason}, order {after.order_id}")
+    elif before.state is not after.state and after.state is OrderState.FAILED:
+        message = f"order {after.order_id}: {after.reason}"
+        yield FleetEvent(kind, name, "NODE_ORDER_FAILED", message, warning=True)
+    elif before.state is not after.state and after.state is OrderState.RELEASED:
+        yield FleetEvent(kind, name, "NODE_RELEASED", f"nothing needed it, order {after.order_id}")
 
 
 def _scaled(before: Scaled | None, after: Scaled | None) -> Iterator[FleetEvent]:
