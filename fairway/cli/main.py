@@ -28,6 +28,7 @@ from fairway.cli.commands import (
     placements,
     reliability,
     rollouts,
+    scaling,
     signatures,
     usage,
 )
@@ -94,6 +95,7 @@ app.add_typer(certs.app, name="certs")
 app.add_typer(signatures.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(rollouts.app, name="rollouts")
+app.add_typer(scaling.app, name="scaling")
 app.add_typer(engines.app, name="engines")
 app.add_typer(accounts.tenants, name="tenants")
 app.add_typer(accounts.keys, name="keys")

@@ -19,7 +19,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_part
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, line_of, table_of, visible
 from fairway.client import AdminClient, Changed, DeadlineExceeded, Deleted, FairwayError, Snapshot, WaitFailed
-from fairway.client.admin.watch import OnLost, WatchUpdate, remaining_versions, state_name
+from fairway.client.admin.watch import OnLost, WatchUpdate, remaining_versions, state_name, wanted_replicas
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
@@ -195,7 +195,7 @@ def show_replicas(show: Show) -> Callable[[cp.Deployment], None]:
             detail = ", ".join(filter(None, (state_name(replica.state), replica.message)))
             is_ready = replica.state == worker_pb2.VERSION_STATE_READY
             show(replica.worker_id, 1.0 if is_ready else replica.progress_ratio or None, detail)
-        if len(status.replicas) < deployment.replicas:
+        if len(status.replicas) < wanted_replicas(deployment):
             show(deployment.metadata.name, None, status.message or "waiting for a worker")
 
     return report

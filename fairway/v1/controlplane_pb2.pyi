@@ -878,6 +878,7 @@ class Deployment(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -910,6 +911,10 @@ class Deployment(_message.Message):
     def status(self) -> Global___DeploymentStatus: ...
     @_builtins.property
     def price(self) -> Global___Price: ...
+    @_builtins.property
+    def scaling(self) -> Global___Scaling:
+        """Within it the replicas follow the load, in place of the number above. Absent: the number holds."""
+
     def __init__(
         self,
         *,
@@ -927,14 +932,66 @@ class Deployment(_message.Message):
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        scaling: Global___Scaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "scaling", b"scaling", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "status", b"status", "tenant", b"tenant", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "scaling", b"scaling", "status", b"status", "tenant", b"tenant", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Deployment: _TypeAlias = Deployment  # noqa: Y015
+
+@_typing.final
+class Scaling(_message.Message):
+    """What the replicas of a deployment may be while they follow its load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_REPLICAS_FIELD_NUMBER: _builtins.int
+    MAX_REPLICAS_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    MAX_COST_PER_HOUR_FIELD_NUMBER: _builtins.int
+    OVERRIDE_REPLICAS_FIELD_NUMBER: _builtins.int
+    OVERRIDE_UNTIL_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    min_replicas: _builtins.int
+    """0: the last replica leaves after the idle time, and the next request starts one and waits for it."""
+    max_replicas: _builtins.int
+    max_cost_per_hour: _builtins.float
+    """What the nodes of all its replicas may cost together, in the currency of their cost_per_hour. 0: no bound."""
+    override_replicas: _builtins.int
+    """An operator's number, which holds in place of every signal and bound until the time; without one, until it
+    is removed.
+    """
+    frozen: _builtins.bool
+    """The replicas stay as they are."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """Without a request, before the last replica leaves; only with a minimum of 0. Absent: 10 minutes."""
+
+    @_builtins.property
+    def override_until(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        min_replicas: _builtins.int = ...,
+        max_replicas: _builtins.int = ...,
+        idle: _duration_pb2.Duration | None = ...,
+        max_cost_per_hour: _builtins.float = ...,
+        override_replicas: _builtins.int | None = ...,
+        override_until: _timestamp_pb2.Timestamp | None = ...,
+        frozen: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_override_replicas", b"_override_replicas", "idle", b"idle", "override_replicas", b"override_replicas", "override_until", b"override_until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_override_replicas", b"_override_replicas", "frozen", b"frozen", "idle", b"idle", "max_cost_per_hour", b"max_cost_per_hour", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "override_replicas", b"override_replicas", "override_until", b"override_until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__override_replicas: _TypeAlias = _typing.Literal["override_replicas"]  # noqa: Y015
+    _WhichOneofArgType__override_replicas: _TypeAlias = _typing.Literal["_override_replicas", b"_override_replicas"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__override_replicas) -> _WhichOneofReturnType__override_replicas | None: ...
+
+Global___Scaling: _TypeAlias = Scaling  # noqa: Y015
 
 @_typing.final
 class DeploymentStatus(_message.Message):
@@ -945,6 +1002,7 @@ class DeploymentStatus(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     TAG_DIGEST_FIELD_NUMBER: _builtins.int
+    WANTED_REPLICAS_FIELD_NUMBER: _builtins.int
     assigned_replicas: _builtins.int
     ready_replicas: _builtins.int
     message: _builtins.str
@@ -953,6 +1011,8 @@ class DeploymentStatus(_message.Message):
     """Where version is a tag: what the tag names now. Another than version_digest: update the deployment to
     follow it.
     """
+    wanted_replicas: _builtins.int
+    """What it is to have now: the decision where the replicas follow the load, else the deployment's number."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]: ...
     def __init__(
@@ -963,10 +1023,11 @@ class DeploymentStatus(_message.Message):
         message: _builtins.str = ...,
         replicas: _abc.Iterable[Global___ReplicaStatus] | None = ...,
         tag_digest: _builtins.str = ...,
+        wanted_replicas: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned_replicas", b"assigned_replicas", "message", b"message", "ready_replicas", b"ready_replicas", "replicas", b"replicas", "tag_digest", b"tag_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned_replicas", b"assigned_replicas", "message", b"message", "ready_replicas", b"ready_replicas", "replicas", b"replicas", "tag_digest", b"tag_digest", "wanted_replicas", b"wanted_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1621,6 +1682,7 @@ class Node(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
+    COST_PER_HOUR_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1637,6 +1699,8 @@ class Node(_message.Message):
     """The tenant that it is assigned to. Empty: it is shared."""
     slice: _builtins.str
     """The part of a device that its engines run on: a MIG profile or a share. Empty: whole devices."""
+    cost_per_hour: _builtins.float
+    """In any one currency. 0: unknown."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -1663,10 +1727,11 @@ class Node(_message.Message):
         devices: _builtins.int = ...,
         tenant: _builtins.str = ...,
         slice: _builtins.str = ...,
+        cost_per_hour: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3874,6 +3939,166 @@ class ListQueuesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListQueuesResponse: _TypeAlias = ListQueuesResponse  # noqa: Y015
+
+@_typing.final
+class ListScalingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    deployment: _builtins.str
+    """Only this deployment. Empty: all."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        deployment: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScalingRequest: _TypeAlias = ListScalingRequest  # noqa: Y015
+
+@_typing.final
+class ScalingReason(_message.Message):
+    """What a signal or a bound asked for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIGNAL_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    signal: _builtins.str
+    replicas: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        signal: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "signal", b"signal", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalingReason: _TypeAlias = ScalingReason  # noqa: Y015
+
+@_typing.final
+class DeploymentScaling(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    READY_REPLICAS_FIELD_NUMBER: _builtins.int
+    STARTING_REPLICAS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    DECIDE_TIME_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    OBSERVE_TIME_FIELD_NUMBER: _builtins.int
+    PRESENT_REASONS_FIELD_NUMBER: _builtins.int
+    FAILED_WAKES_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    RETRY_TIME_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    replicas: _builtins.int
+    """As it was decided last; before the first decision, the deployment's own number."""
+    ready_replicas: _builtins.int
+    starting_replicas: _builtins.int
+    """Assigned and not READY yet."""
+    epoch: _builtins.int
+    """Of the control plane that decided."""
+    failed_wakes: _builtins.int
+    """Starts from zero in a row of which none became READY, why, and when the next is made."""
+    failure: _builtins.str
+    @_builtins.property
+    def scaling(self) -> Global___Scaling: ...
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingReason]:
+        """Of the decision, the decisive one first."""
+
+    @_builtins.property
+    def decide_time(self) -> _timestamp_pb2.Timestamp:
+        """When the number changed last. Absent before the first decision."""
+
+    @_builtins.property
+    def start(self) -> _duration_pb2.Duration:
+        """Expected from an assignment until READY."""
+
+    @_builtins.property
+    def load(self) -> _scheduler_pb2.PoolLoad:
+        """What the scheduler reported last, and when. Absent: nothing since the control plane leads, or none leads."""
+
+    @_builtins.property
+    def observe_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def present_reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingReason]:
+        """What the signals ask for now. Empty without a report."""
+
+    @_builtins.property
+    def retry_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        scaling: Global___Scaling | None = ...,
+        replicas: _builtins.int = ...,
+        ready_replicas: _builtins.int = ...,
+        starting_replicas: _builtins.int = ...,
+        reasons: _abc.Iterable[Global___ScalingReason] | None = ...,
+        decide_time: _timestamp_pb2.Timestamp | None = ...,
+        epoch: _builtins.int = ...,
+        start: _duration_pb2.Duration | None = ...,
+        load: _scheduler_pb2.PoolLoad | None = ...,
+        observe_time: _timestamp_pb2.Timestamp | None = ...,
+        present_reasons: _abc.Iterable[Global___ScalingReason] | None = ...,
+        failed_wakes: _builtins.int = ...,
+        failure: _builtins.str = ...,
+        retry_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decide_time", b"decide_time", "load", b"load", "observe_time", b"observe_time", "retry_time", b"retry_time", "scaling", b"scaling", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decide_time", b"decide_time", "deployment", b"deployment", "epoch", b"epoch", "failed_wakes", b"failed_wakes", "failure", b"failure", "load", b"load", "observe_time", b"observe_time", "present_reasons", b"present_reasons", "ready_replicas", b"ready_replicas", "reasons", b"reasons", "replicas", b"replicas", "retry_time", b"retry_time", "scaling", b"scaling", "start", b"start", "starting_replicas", b"starting_replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeploymentScaling: _TypeAlias = DeploymentScaling  # noqa: Y015
+
+@_typing.final
+class ListScalingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def deployments(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeploymentScaling]: ...
+    def __init__(
+        self,
+        *,
+        deployments: _abc.Iterable[Global___DeploymentScaling] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployments", b"deployments", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScalingResponse: _TypeAlias = ListScalingResponse  # noqa: Y015
 
 @_typing.final
 class ExplainPlacementRequest(_message.Message):

@@ -214,6 +214,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
                 _registered_method=True)
+        self.ListScaling = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListScaling',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListScalingRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListScalingResponse.FromString,
+                _registered_method=True)
         self.ExplainPlacement = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ExplainPlacement',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.SerializeToString,
@@ -558,6 +563,13 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListScaling(self, request, context):
+        """The deployments whose replicas follow their load: what was decided, why, and from which figures.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExplainPlacement(self, request, context):
         """How the placements of a request were decided, as far as the leading scheduler remembers.
         """
@@ -884,6 +896,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListQueues,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.SerializeToString,
+            ),
+            'ListScaling': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScaling,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListScalingRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListScalingResponse.SerializeToString,
             ),
             'ExplainPlacement': grpc.unary_unary_rpc_method_handler(
                     servicer.ExplainPlacement,
@@ -1968,6 +1985,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListQueues',
             fairway_dot_v1_dot_controlplane__pb2.ListQueuesRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScaling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListScaling',
+            fairway_dot_v1_dot_controlplane__pb2.ListScalingRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListScalingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,8 @@ class ControlPlaneServiceStub:
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]
     """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ListScaling: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListScalingRequest, _controlplane_pb2.ListScalingResponse]
+    """The deployments whose replicas follow their load: what was decided, why, and from which figures."""
     ExplainPlacement: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]
     """How the placements of a request were decided, as far as the leading scheduler remembers."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]
@@ -171,6 +173,8 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """Forget a node that is gone, and what was assigned to it. Refused while it lives."""
     ListQueues: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListQueuesRequest, _controlplane_pb2.ListQueuesResponse]  # type: ignore[assignment]
     """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+    ListScaling: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListScalingRequest, _controlplane_pb2.ListScalingResponse]  # type: ignore[assignment]
+    """The deployments whose replicas follow their load: what was decided, why, and from which figures."""
     ExplainPlacement: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]  # type: ignore[assignment]
     """How the placements of a request were decided, as far as the leading scheduler remembers."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]  # type: ignore[assignment]
@@ -473,6 +477,14 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ListQueuesResponse, _abc.Awaitable[_controlplane_pb2.ListQueuesResponse]]:
         """What waits and runs, as the leading scheduler knows it. NO_LEADER while none leads."""
+
+    @_abc_1.abstractmethod
+    def ListScaling(
+        self,
+        request: _controlplane_pb2.ListScalingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListScalingResponse, _abc.Awaitable[_controlplane_pb2.ListScalingResponse]]:
+        """The deployments whose replicas follow their load: what was decided, why, and from which figures."""
 
     @_abc_1.abstractmethod
     def ExplainPlacement(

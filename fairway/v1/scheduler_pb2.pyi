@@ -1263,6 +1263,79 @@ class ClassWait(_message.Message):
 Global___ClassWait: _TypeAlias = ClassWait  # noqa: Y015
 
 @_typing.final
+class ClassLoad(_message.Message):
+    """The requests of one class at a pool. Work is in tokens of prompts and outputs, or in rows of a fixed-cost version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    priority: _common_pb2.Priority.ValueType
+    waiting: _builtins.float
+    """Work in the queue."""
+    arrived: _builtins.float
+    """Work that arrived since the leader began to count."""
+    @_builtins.property
+    def target(self) -> _duration_pb2.Duration:
+        """Time to the first token that they are served for. Absent: none."""
+
+    def __init__(
+        self,
+        *,
+        priority: _common_pb2.Priority.ValueType = ...,
+        target: _duration_pb2.Duration | None = ...,
+        waiting: _builtins.float = ...,
+        arrived: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassLoad: _TypeAlias = ClassLoad  # noqa: Y015
+
+@_typing.final
+class PoolLoad(_message.Message):
+    """What the replicas of a pool are asked to do, and what one of them can."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASSES_FIELD_NUMBER: _builtins.int
+    RATE_FIELD_NUMBER: _builtins.int
+    REQUEST_WORK_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    REPORTER_FIELD_NUMBER: _builtins.int
+    rate: _builtins.float
+    """Work per second of one replica. 0: none was measured."""
+    request_work: _builtins.float
+    """Work of the mean request."""
+    held: _builtins.int
+    """Requests that wait while no replica serves."""
+    reporter: _builtins.int
+    """The epoch of the scheduler that counted."""
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLoad]: ...
+    def __init__(
+        self,
+        *,
+        classes: _abc.Iterable[Global___ClassLoad] | None = ...,
+        rate: _builtins.float = ...,
+        request_work: _builtins.float = ...,
+        held: _builtins.int = ...,
+        reporter: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "held", b"held", "rate", b"rate", "reporter", b"reporter", "request_work", b"request_work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+
+@_typing.final
 class PoolQueue(_message.Message):
     """The queue and the workers of one model version."""
 
@@ -1285,6 +1358,7 @@ class PoolQueue(_message.Message):
     PRESSURE_RATIO_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     queued: _builtins.int
     queued_prompt_tokens: _builtins.int
@@ -1321,6 +1395,8 @@ class PoolQueue(_message.Message):
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassWait]:
         """Of the classes with queued requests, the highest first."""
 
+    @_builtins.property
+    def load(self) -> Global___PoolLoad: ...
     def __init__(
         self,
         *,
@@ -1341,10 +1417,11 @@ class PoolQueue(_message.Message):
         pressure_ratio: _builtins.float = ...,
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
         waits: _abc.Iterable[Global___ClassWait] | None = ...,
+        load: Global___PoolLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "pressure_ratio", b"pressure_ratio", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "waits", b"waits", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "granted", b"granted", "kv_tokens_free", b"kv_tokens_free", "kv_tokens_total", b"kv_tokens_total", "load", b"load", "oldest_wait", b"oldest_wait", "predicted_wait", b"predicted_wait", "pressure_ratio", b"pressure_ratio", "queued", b"queued", "queued_prompt_tokens", b"queued_prompt_tokens", "running", b"running", "serving_workers", b"serving_workers", "shares", b"shares", "shares_left_off", b"shares_left_off", "version_digest", b"version_digest", "waiting", b"waiting", "waits", b"waits", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1357,21 +1434,25 @@ class ListPoolsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ONLY_LOAD_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most this many; 0: 100."""
     page_token: _builtins.str
     tenant: _builtins.str
     """Only this tenant's shares. Empty: all."""
+    only_load: _builtins.bool
+    """Only the version, the workers and the load of each pool."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        only_load: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_load", b"only_load", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ from services.core.records import (
     OBJECTIVES,
     ROLLOUTS,
     ROOT,
+    SCALED,
     TENANTS,
     WORKERS,
     AssignedVersion,
@@ -34,19 +35,29 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute, RevisedRoute
+from services.core.scaling import Scaled
 from services.ports.store import Entry, Store
 
 log = structlog.get_logger()
 
 FleetRecord = (
-    Deployment | Worker | Node | Assignment | RevisedRoute | Rollout | VersionRecord | Objective | Tenant
+    Deployment
+    | Scaled
+    | Worker
+    | Node
+    | Assignment
+    | RevisedRoute
+    | Rollout
+    | VersionRecord
+    | Objective
+    | Tenant
 )
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Records in the store's key order."""
+    """Records in the store's key order. A deployment has the replicas that scaling decided, if any."""
 
     deployments: tuple[Deployment, ...] = ()
     workers: tuple[Worker, ...] = ()
@@ -117,6 +128,8 @@ def decode(entry: Entry) -> FleetRecord | None:
     """Return the record of a fleet key, None for every other key."""
     if entry.key.startswith(DEPLOYMENTS):
         return load(entry.value, Deployment)
+    if entry.key.startswith(SCALED):
+        return load(entry.value, Scaled)
     if entry.key.startswith(WORKERS):
         return load(entry.value, Worker)
     if entry.key.startswith(NODES):
@@ -139,8 +152,13 @@ def decode(entry: Entry) -> FleetRecord | None:
 def fleet_of(records: Iterable[FleetRecord | None]) -> Fleet:
     """Sort records into a fleet; skip None."""
     found = list(records)
+    scaled = {record.deployment: record for record in found if isinstance(record, Scaled)}
     return Fleet(
-        tuple(record for record in found if isinstance(record, Deployment)),
+        tuple(
+            record.scaled_by(scaled.get(record.meta.name))
+            for record in found
+            if isinstance(record, Deployment)
+        ),
         tuple(record for record in found if isinstance(record, Worker)),
         tuple(record for record in found if isinstance(record, Node)),
         tuple(record for record in found if isinstance(record, Assignment)),
@@ -166,3 +184,9 @@ def replicas_of(fleet: Fleet, deployment: str) -> tuple[Replica, ...]:
             if version.deployment == deployment and worker is not None:
                 found.append(Replica(worker.worker_id, version, worker.loaded(version)))
     return tuple(found)
+
+
+def wanted_in(fleet: Fleet, deployment: Deployment) -> int:
+    """Return the replicas that a stored deployment is to have now."""
+    name = deployment.meta.name
+    return next((one.replicas for one in fleet.deployments if one.meta.name == name), deployment.replicas)

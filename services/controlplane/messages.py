@@ -67,6 +67,7 @@ def deployment_message(view: DeploymentView) -> pb.Deployment:
             for replica in view.replicas
         ],
         tag_digest=view.tag_digest,
+        wanted_replicas=view.wanted_replicas,
     )
     return _stored(convert.DEPLOYMENT, view.stored, status=status)
 

@@ -89,6 +89,12 @@ class UsagePages(Protocol):
     async def page(self, request: pb.ListUsageRequest, *, forwarded: bool) -> pb.ListUsageResponse: ...
 
 
+class ScalingPages(Protocol):
+    """``scaling.servicer.ScalingListing``."""
+
+    async def page(self, request: pb.ListScalingRequest, *, forwarded: bool) -> pb.ListScalingResponse: ...
+
+
 class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
@@ -97,6 +103,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         scheduler: GrpcQueues,
         usage: UsagePages,
         slis: SliPages,
+        scaling: ScalingPages,
         *,
         audit: AuditReader,
         require_current: Callable[[Principal], None],
@@ -110,6 +117,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._scheduler = scheduler
         self._usage = usage
         self._slis = slis
+        self._scaling = scaling
         self._audit = audit
         self._require_current = require_current
 
@@ -472,6 +480,9 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             leader_id=page.leadership.leader_id,
             leader_epoch=page.leadership.epoch,
         )
+
+    async def ListScaling(self, request: pb.ListScalingRequest, context: Context) -> pb.ListScalingResponse:
+        return await self._scaling.page(request, forwarded=not caller())
 
     async def ExplainPlacement(
         self, request: pb.ExplainPlacementRequest, context: Context

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from services.core.records import BurnAlert, Objective, SliStatus
+from services.core.scaling import NodeOrder, OrderState
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import LATENCY_S, LabelCap, Labels, Metrics, Reading
 
@@ -69,6 +71,62 @@ class ReconcilerTelemetry:
         """Return the problem of a round that does not end, else empty. A store outage ends rounds."""
         stuck_s = 0.0 if self._began_s is None else self._clock.monotonic_s() - self._began_s
         return f"a round has run for {stuck_s:.0f} s" if stuck_s > STALLED_S else ""
+
+
+class ScalingTelemetry:
+    """Exports the replicas that the leader decided, and counts the changes by their decisive signal."""
+
+    def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
+        metrics = metrics if metrics is not None else Metrics()
+        self._replicas: dict[Labels, float] = {}
+        self._decisions = metrics.counter(
+            "fairway_scaling_decisions_total",
+            "Written decisions about the replicas of deployments, by the signal or bound that decided",
+            ("signal",),
+        )
+        metrics.gauge(
+            "fairway_scaling_replicas",
+            "Replicas that were decided for a deployment with scaling bounds; only from the leader",
+            lambda: tuple(self._replicas.items()) if leads() else (),
+            ("deployment",),
+        )
+
+    def decided(self, signal: str) -> None:
+        self._decisions.add(signal)
+
+    def replicas(self, found: Iterable[tuple[str, int]]) -> None:
+        """Replace the replicas of all deployments."""
+        levels: dict[Labels, float] = {}
+        names = LabelCap(MAX_NAMES)
+        for name, replicas in found:
+            _raise_to(levels, (names.of(name),), replicas)
+        self._replicas = levels
+
+
+class NodeTelemetry:
+    """Exports the orders of nodes by state, and how often the provider failed in a row."""
+
+    def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
+        metrics = metrics if metrics is not None else Metrics()
+        self._orders: Counter[str] = Counter()
+        self._failures = 0
+        metrics.gauge(
+            "fairway_node_orders",
+            "Kept orders of nodes, by state; only from the leader",
+            lambda: tuple(((state,), float(self._orders[state])) for state in OrderState) if leads() else (),
+            ("state",),
+        )
+        metrics.level(
+            "fairway_node_provider_failures",
+            "Failures in a row of the node provider; 0 while not leading",
+            lambda: float(self._failures) if leads() else 0.0,
+        )
+
+    def orders(self, found: Iterable[NodeOrder]) -> None:
+        self._orders = Counter(one.state.value for one in found)
+
+    def provider_failing(self, failures: int) -> None:
+        self._failures = failures
 
 
 class AlertTelemetry:

@@ -38,6 +38,7 @@ from services.core.records import (
     OBJECTIVES,
     ROLLOUTS,
     ROOT,
+    SCALED,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -91,7 +92,7 @@ _PLAIN: Final[Mapping[ResourceKind, str]] = {
     ResourceKind.ROLLOUT: ROLLOUTS,
     ResourceKind.OBJECTIVE: OBJECTIVES,
 }
-_FLEET: Final = (DEPLOYMENTS, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
+_FLEET: Final = (DEPLOYMENTS, SCALED, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
 
 
 @dataclass(frozen=True, slots=True)

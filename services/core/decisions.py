@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.core.estimates.pool_load import PoolLoad
 from services.core.fleet import TenantCounter
 from services.core.records import Priority
 
@@ -50,6 +51,7 @@ class PoolQueue:
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first
     waits: tuple[ClassWait, ...] = ()  # waits of the classes with waiting placements, the highest class first
+    load: PoolLoad | None = None  # what it is asked to do; None: not read
 
 
 QUEUED = "QUEUED"

@@ -6,7 +6,7 @@ A reader takes ``mod_revision`` and ``create_revision`` from the store, so they 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
@@ -15,12 +15,15 @@ import msgspec
 from services.core.errors import IntegrityError, UnsupportedFeature
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.limits import Limit, LimitKind, Price, Scope, UsageLimits
+from services.core.scaling import Scaled, Scaling
 
 ROOT: Final = "/fairway/v1/"
 TENANTS: Final = ROOT + "tenants/"
 KEYS: Final = ROOT + "keys/"
 MODELS: Final = ROOT + "models/"
 DEPLOYMENTS: Final = ROOT + "deployments/"
+SCALED: Final = ROOT + "scaled/"
+NODE_ORDERS: Final = ROOT + "node-orders/"
 ROLLOUTS: Final = ROOT + "rollouts/"
 NODES: Final = ROOT + "nodes/"
 ASSIGNMENTS: Final = ROOT + "assignments/"
@@ -273,6 +276,13 @@ class Deployment:
     tensor_parallel: int = 1  # devices that share each layer
     pipeline_parallel: int = 1  # groups of devices that follow each other
     tenant: str = ""  # the tenant whose nodes run it; empty: shared nodes
+    scaling: Scaling | None = None  # bounds within which its replicas follow the load; None: ``replicas``
+
+    def scaled_by(self, decided: Scaled | None) -> Deployment:
+        """Return it with the replicas that were decided for it, if it has bounds."""
+        if self.scaling is None or decided is None:
+            return self
+        return replace(self, replicas=decided.replicas)
 
     @property
     def devices(self) -> int:
@@ -493,6 +503,7 @@ class Worker:
     memory_free_bytes: int = 0
     devices: int = 1  # devices of its kind in one group: the most ranks of an engine
     slice: str = ""  # the part of a device that it runs on, a MIG profile or a share; empty: whole devices
+    cost_per_hour: float = 0.0  # its node's cost in any one currency; 0: unknown
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
         """Return the observed state of an assigned version; None until the worker reports it."""

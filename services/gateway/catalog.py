@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from operator import is_not
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -30,6 +31,7 @@ from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     REGION_LABEL,
+    SCALED,
     Deployment,
     LoadedVersion,
     Meta,
@@ -38,6 +40,7 @@ from services.core.records import (
     Worker,
 )
 from services.core.rollouts.routes import ModelRoute, SplitCaller, is_drawn
+from services.core.scaling import Scaled
 from services.gateway.splits import ShadowArm, Splits, pin_refused
 from services.gateway.text.text_model import TextModel, Texts, is_text_file
 from services.ports.clock import Clock
@@ -86,6 +89,14 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
+class Waking:
+    """A deployment without replicas that its load may start: how long requests wait, or why they do not."""
+
+    hold_s: float
+    failure: FairwayError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PinnedVersion:
     """The route of an earlier run, which later runs keep."""
 
@@ -117,6 +128,7 @@ class ModelCatalog:
         *,
         texts: Texts,
         splits: Splits,
+        scaled: RecordView[Scaled],
         aliases: Mapping[str, str] | None = None,
         batch_price_ratio: float = 1.0,
     ) -> None:
@@ -127,6 +139,7 @@ class ModelCatalog:
         self._aliases = dict(aliases or {})
         self.texts = texts
         self._splits = splits
+        self._scaled = scaled
         self._deployments = deployments
         self._workers = workers
         self._files = files
@@ -138,7 +151,7 @@ class ModelCatalog:
         self._indexed: Mapping[str, Versioned[Worker]] | None = None
         self._index: dict[str, _Ready] = {}
         self._routes: dict[str, Route] = {}  # routes of names without a split, by deployment
-        self._routed: Mapping[str, Versioned[Deployment]] | None = None
+        self._routed: tuple[object, object] = None, None  # the views that these were made from
         self._ready_of: dict[str, Counter[str]] = {}
         self._restarting_of: dict[str, Counter[str]] = {}
 
@@ -149,7 +162,7 @@ class ModelCatalog:
         errors of ``Splits.choose``.
         """
         requested, model = model, self.named(model)
-        held = self._deployments.view.get(DEPLOYMENTS + model)
+        held = self._held(model)
         if held is None or not held.record.version_digest:
             raise model_not_found(requested)
         split = self._splits.of(model)
@@ -166,7 +179,7 @@ class ModelCatalog:
         Raises VersionGone when the name has another route and no worker has the version any more.
         """
         model = self.named(model)
-        held = self._deployments.view.get(DEPLOYMENTS + model)
+        held = self._held(model)
         if held is not None and held.record.version_digest == pinned.version_digest:
             self._remember(held.record.model, held.record.version_digest)
             return replace(self._route(held.record, held.mod_revision), route_revision=pinned.route_revision)
@@ -240,6 +253,11 @@ class ModelCatalog:
                 model=route.model,
                 residency=residency,
             )
+        waking = self.waking(route.model)
+        if waking is not None:
+            if waking.failure is not None:
+                raise waking.failure
+            return
         if not route.deployment.replicas:
             raise NoWorkerAvailable(
                 f"the deployment {route.model} has 0 replicas, so no worker serves it; an operator starts it "
@@ -259,6 +277,41 @@ class ModelCatalog:
             model=route.model,
             cause=failure.reason,
         )
+
+    def waking(self, model: str) -> Waking | None:
+        """Return how a request of a deployment waits that has no replica and may start one; None for others.
+
+        Its failure is why the last start failed, until the next one, or that an operator keeps it at zero.
+        """
+        model = self.named(model)
+        held, decided = self._deployments.view.get(DEPLOYMENTS + model), self._scaled.view.get(SCALED + model)
+        scaling = None if held is None else held.record.scaling
+        if held is None or scaling is None:
+            return None
+        found = Scaled(model, held.record.replicas) if decided is None else decided.record
+        self._refresh()
+        if (scaling.min_replicas and found.replicas) or self._ready_of.get(model):
+            return None
+        now_unix_s = self._clock.unix_s()
+        if found.failure and found.retry_unix_s > now_unix_s:
+            left_s = found.retry_unix_s - now_unix_s
+            failure = NoWorkerAvailable(
+                f"{model} could not be started: {found.failure}; the next start is in {left_s:.0f} s",
+                retry_after_s=min(MAX_RETRY_S, max(MIN_RETRY_S, left_s)),
+                model=model,
+                cause="START_FAILED",
+            )
+            return Waking(found.hold_s, failure)
+        if not found.replicas and (scaling.frozen or scaling.pinned(now_unix_s) == 0):
+            what = "froze" if scaling.frozen else "set"
+            failure = NoWorkerAvailable(
+                f"an operator {what} {model} at 0 replicas: `fairway scaling explain {model}`",
+                retry_after_s=MAX_RETRY_S,
+                model=model,
+                cause="NO_REPLICAS",
+            )
+            return Waking(found.hold_s, failure)
+        return Waking(found.hold_s)
 
     def routes(self) -> list[Route]:
         """Return every route, by name; of a split the stable one."""
@@ -367,6 +420,13 @@ class ModelCatalog:
             self._remember(route.deployment.model, arm.version_digest)
         return {route.version_digest, route.deployment.version_digest, *(arm.version_digest for arm in arms)}
 
+    def _held(self, model: str) -> Versioned[Deployment] | None:
+        """Return the deployment, with the replicas that scaling decided."""
+        held, decided = self._deployments.view.get(DEPLOYMENTS + model), self._scaled.view.get(SCALED + model)
+        if held is None or decided is None:
+            return held
+        return replace(held, record=held.record.scaled_by(decided.record))
+
     def _arm(self, deployment: Deployment, split: Versioned[ModelRoute], caller: SplitCaller | None) -> Route:
         """Return the route to the caller's arm of a split."""
         self._refresh()
@@ -424,10 +484,10 @@ class ModelCatalog:
         return self._index.get(version_digest, _NOWHERE)
 
     def _refresh(self) -> None:
-        workers, deployments = self._workers.view, self._deployments.view
-        if workers is not self._indexed or deployments is not self._routed:
+        workers, routed = self._workers.view, (self._deployments.view, self._scaled.view)
+        if workers is not self._indexed or any(map(is_not, routed, self._routed)):
             self._routes.clear()
-            self._routed = deployments
+            self._routed = routed
         if workers is not self._indexed:
             self._index = _index(workers)
             records = [held.record for held in workers.values()]

@@ -13,6 +13,7 @@ from services.core.limits import share_of
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import Budget, Priority
 from services.core.usage import RequestUsage
+from services.gateway.catalog import Waking
 from services.gateway.events import BATCH_FACE, Received
 from services.gateway.poison import PoisonGate
 from services.gateway.policy.degrade import DegradeLevels
@@ -101,6 +102,8 @@ class Ports:
     pressure: Callable[[str], float] = lambda _digest: 0.0
     # Returns whether a worker serves a version for a model name, or will.
     serves: Callable[[str, str], bool] = lambda _model, _digest: True
+    # Returns how a request of a model waits for its first replica; None where it need not.
+    waking: Callable[[str], Waking | None] = lambda _model: None
     # Returns the budgets of a tenant.
     budgets_of: Callable[[str], Sequence[Budget]] = lambda _tenant: ()
     # Returns the time to first token that a model and class are promised, None for none.

@@ -213,6 +213,18 @@ class Settings(BaseModel):
 
     # Longest wait in the queue.
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
+    # How long a replica stays after the last signal that needed it, where replicas follow the load.
+    scaling_settle_s: float = Field(default=300.0, ge=1, le=86400)
+    # Program and arguments that list, order and release nodes; empty: none is ordered.
+    node_command: str = ""
+    # Longest time of one run of it.
+    node_command_timeout_s: float = Field(default=30.0, gt=0, le=600)
+    # Most ordered nodes at once.
+    node_limit: int = Field(default=16, ge=1, le=1000)
+    # Time from an order until its worker has registered; then the order has failed.
+    node_order_s: float = Field(default=600.0, gt=0, le=86400)
+    # Time without an assignment until an ordered node is released.
+    node_idle_s: float = Field(default=600.0, gt=0, le=86400)
     # Most placements in the queue.
     queue_limit: int = Field(default=4096, ge=1, le=1_000_000)
     # Seconds without a leader until gateways place requests themselves.

@@ -29,6 +29,7 @@ from services.scheduler.explain.decision_log import DecisionLog, RowQuestions
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.fleet.worker import NO_SUMS, WorkerState
 from services.scheduler.health.worker_health import WorkerStanding
+from services.scheduler.overload.loads import loads_of
 from services.scheduler.queue.report import Now, counters_of, pools_of
 from services.scheduler.telemetry import SchedulerTelemetry
 from services.scheduler.term import Term, TermSettings
@@ -115,6 +116,13 @@ class SchedulerService:
         """Return a worker's stream. Raises NoLeader while not leading."""
         term = self._leading()
         return WorkerReportStream(term, term.streams.open_reporter(wake))
+
+    def loads(self, *, size: int, token: str) -> tuple[int, tuple[PoolQueue, ...], str]:
+        """Return as ``pools``, with the load of each alone. It costs nothing for each queued placement."""
+        term = self._leading()
+        found = list(loads_of(term.fleet, term.overload, term.slots))
+        page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
+        return term.epoch, tuple(page), following
 
     def pools(self, *, size: int, token: str, tenant: str) -> tuple[int, tuple[PoolQueue, ...], str]:
         """Return the epoch and a page of the pools, as of now. Raises NoLeader while not leading."""

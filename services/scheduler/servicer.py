@@ -95,9 +95,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ListPools(
         self, request: scheduler_pb2.ListPoolsRequest, context: Context
     ) -> scheduler_pb2.ListPoolsResponse:
-        epoch, pools, following = self._service.pools(
-            size=request.page_size, token=request.page_token, tenant=request.tenant
-        )
+        size, token = request.page_size, request.page_token
+        if request.only_load:
+            epoch, pools, following = self._service.loads(size=size, token=token)
+        else:
+            epoch, pools, following = self._service.pools(size=size, token=token, tenant=request.tenant)
         return scheduler_pb2.ListPoolsResponse(
             pools=[pool_to_proto(pool) for pool in pools],
             next_page_token=following,

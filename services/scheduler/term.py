@@ -420,6 +420,7 @@ class Term:
         self.decisions.found_ended(snapshot.worker_id, snapshot.usage)
         self.health.reported(snapshot, now_s)
         self.overload.worked(snapshot.tenants, now_s)
+        self.overload.ended(snapshot.usage)
         for counter in self.queue.reported(snapshot):
             reporter.counters[counter.tenant, counter.digest, counter.priority] = counter
         self._touch(changed)

@@ -22,7 +22,8 @@ from typing import Any, Final
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from simulator.engine.cost_model import CostModel, cost_model, encode
+from services.core.estimates.cost_model import CostModel, encode
+from simulator.engine.cost_model import cost_model
 
 MIN_OBSERVATIONS: Final = 6
 

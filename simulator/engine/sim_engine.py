@@ -30,6 +30,7 @@ from typing import Final
 
 import msgspec
 
+from services.core.estimates.cost_model import CostModel
 from services.core.prefix import PREFIX_BLOCK_TOKENS, extend
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
@@ -41,7 +42,6 @@ from services.worker.engine.prefix.reuse import Attached
 from services.worker.engine.sequence import ModelLimits, SequenceState, Status
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import Member, StepPage, size_of
-from simulator.engine.cost_model import CostModel
 from simulator.engine.poison import EngineEnding, EngineEnds, Poison
 from simulator.engine.sim_executor import (
     FRAGILE,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, cast
 
+from services.core.estimates.cost_model import CostModel, span_tokens
 from services.worker.engine.execute.executor import Batch, Samples, blank_scores
 from services.worker.engine.sequence import Intake, ModelLimits, SequenceState, sequence_key, size_refusal
 from services.worker.engine_protocol import Submit
-from simulator.engine.cost_model import CostModel, span_tokens
 from simulator.engine.poison import EngineEnds
 from simulator.engine.tokens import NEVER, SimTokens, SimVocabulary
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Final
 
-from simulator.engine.cost_model import CostModel, cost_model
+from services.core.estimates.cost_model import CostModel
+from simulator.engine.cost_model import cost_model
 from simulator.handoff.world import GOOD_RATIO, HandoffOutcome, HandoffSpec, HandoffWorld, Link
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.report.measure import Slo

@@ -15,11 +15,11 @@ from itertools import islice
 from random import Random
 from typing import Final
 
+from services.core.estimates.cost_model import CostModel
 from services.core.estimates.sketch import Sketch
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker.engine_protocol import Stepped, Submit
-from simulator.engine.cost_model import CostModel
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.kernel.loop import VirtualTimeLoop
 from simulator.lab.load.arrivals import Poisson

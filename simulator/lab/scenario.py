@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from simulator.engine.cost_model import CostModel, cost_model
+from services.core.estimates.capacity import capacity_of, mix_of
+from simulator.engine.cost_model import cost_model
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import Plan, SimFleet
 from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
@@ -128,39 +129,16 @@ def rate_of(
     if options.rate_per_s is not None:
         return options.rate_per_s
     kind = fleet.worker_kinds[0]
-    try:
-        one = requests_per_s(
-            cost_model(kind.preset),
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            kv_tokens=kind.kv_blocks * kind.block_size,
-            max_sequences=kind.max_sequences,
+    costs = cost_model(kind.preset)
+    held = kind.kv_blocks * kind.block_size * costs.kv_bytes_per_token
+    mix = mix_of([(round(prompt_tokens), 0, round(output_tokens))])
+    one = capacity_of(replace(costs, kv_memory_bytes=held), mix, max_sequences=kind.max_sequences)
+    if one is None:
+        raise ScenarioError(
+            f"{options.preset} is too small for this scenario: {mix.held_tokens:g} tokens do not fit into KV"
         )
-    except ValueError as error:
-        raise ScenarioError(f"{options.preset} is too small for this scenario: {error}") from None
-    return one * fleet.workers * (options.load_ratio if options.load_ratio is not None else load_ratio)
-
-
-def requests_per_s(
-    model: CostModel, *, prompt_tokens: float, output_tokens: float, kv_tokens: int, max_sequences: int
-) -> float:
-    """Return the highest sustained rate of one worker, with nothing cached.
-
-    In a steady state with ``b`` sequences in decode, every step produces ``b`` tokens and prefills
-    ``b * prompt / output``, so that a step of ``s(b)`` seconds serves ``b / (output * s(b))`` requests per
-    second. The best ``b`` within the KV that fits is the capacity. Prompts are taken at their mean length.
-
-    ``kv_tokens`` is what its cache holds. Raises ValueError where not one sequence fits.
-    """
-    held_tokens = prompt_tokens + output_tokens / 2
-    most = min(max_sequences, int(kv_tokens / (prompt_tokens + output_tokens)))
-    if most < 1:
-        raise ValueError(f"{prompt_tokens + output_tokens:g} tokens do not fit into {kv_tokens} of KV")
-    best = 0.0
-    for decodes in range(1, most + 1):
-        prefill = decodes * prompt_tokens / output_tokens
-        step_s = model.step_s(
-            round(prefill), decodes, round(decodes * held_tokens), round(prefill * prompt_tokens / 2)
-        )
-        best = max(best, decodes / (output_tokens * step_s))
-    return best
+    return (
+        one.requests_per_s
+        * fleet.workers
+        * (options.load_ratio if options.load_ratio is not None else load_ratio)
+    )

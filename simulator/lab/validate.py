@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from simulator.engine.cost_model import CostModel, encode
+from services.core.estimates.cost_model import CostModel, encode
 from simulator.fleet.clients.client import SimRequest
 from simulator.fleet.fleet import simulate
 from simulator.fleet.spec import FleetSpec, LinkSpec, TenantSpec, WorkerSpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -23,6 +23,7 @@ from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.fixed_cost.rows import BatchWindow, RawTensor, RowEnd, RowSpec, RowsRequest
 from services.core.fleet import PoolSnapshot, ReportSnapshot
 from services.core.records import Priority
+from services.gateway.catalog import Waking
 from services.gateway.rows.leases import AloneSettings, GatewayLeases
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.runtime.clock import SystemClock
@@ -200,7 +201,12 @@ class RowGateway:
     """A gateway's clients of the scheduler and the workers, and the runner on them."""
 
     def __init__(
-        self, gateway_id: str, directory: StaticDirectory, supervisor: Supervisor, limits: RowLimits
+        self,
+        gateway_id: str,
+        directory: StaticDirectory,
+        supervisor: Supervisor,
+        limits: RowLimits,
+        waking: Callable[[str], Waking | None],
     ) -> None:
         clock, streams = SystemClock(), GrpcStreams(TOKEN)
         self.leases = GatewayLeases(clock, AloneSettings(after_s=1.0))
@@ -221,6 +227,7 @@ class RowGateway:
             clock,
             supervisor,
             limits,
+            waking=waking,
             explanations=self.explanations,
         )
         self.placement.start()
@@ -252,10 +259,14 @@ class RowRig:
         await node.start(self.directory)
         return node
 
-    def add_gateway(self, limits: RowLimits | None = None) -> RowGateway:
+    def add_gateway(
+        self,
+        limits: RowLimits | None = None,
+        waking: Callable[[str], Waking | None] = lambda _: None,
+    ) -> RowGateway:
         limits = limits if limits is not None else RowLimits()
         name = f"g{len(self.gateways)}"
-        self.gateways.append(RowGateway(name, self.directory, self.supervisor, limits))
+        self.gateways.append(RowGateway(name, self.directory, self.supervisor, limits, waking))
         return self.gateways[-1]
 
 

@@ -17,6 +17,7 @@ from services.core.errors import (
 )
 from services.core.fixed_cost.explained import MAX_TRIPS
 from services.core.fixed_cost.rows import RowEnd
+from services.gateway.catalog import Waking
 from services.gateway.rows.runner import RowLimits
 from services.runtime.clock import SystemClock
 from tests.integration.leased_rows import WINDOW, RowRig, row_rig, rows_request
@@ -155,6 +156,21 @@ async def test_a_version_that_no_worker_serves_is_refused(rig: RowRig) -> None:
     gateway = rig.add_gateway(RowLimits(queue_ttl_s=0.5))
     with pytest.raises(NoWorkerAvailable):
         await gateway.runner.run(rows_request(digest="sha256:" + "b" * 64))
+
+
+async def test_rows_of_a_deployment_at_zero_wait_for_the_first_replica(rig: RowRig) -> None:
+    gateway = rig.add_gateway(RowLimits(queue_ttl_s=0.5), lambda _: Waking(30.0))
+    running = asyncio.create_task(gateway.runner.run(rows_request(3)))
+    await asyncio.sleep(1.0)
+    await rig.add_worker()
+    assert answers(await running) == [0, 1, 2]
+
+
+async def test_rows_that_wait_end_with_the_reason_why_the_start_failed(rig: RowRig) -> None:
+    failure = NoWorkerAvailable("echo could not be started: no tensor x")
+    gateway = rig.add_gateway(RowLimits(queue_ttl_s=0.5), lambda _: Waking(30.0, failure))
+    with pytest.raises(NoWorkerAvailable, match="no tensor x"):
+        await gateway.runner.run(rows_request())
 
 
 async def test_rows_are_bounded_for_a_tenant_and_in_all(rig: RowRig) -> None:

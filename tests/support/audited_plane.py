@@ -42,6 +42,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.election import StaticElection
+from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
 from tests.support.tlog_verifier import Client
 from tests.support.usage_ledgers import NoUsage
@@ -194,6 +195,7 @@ async def audited_plane(
                     queues,
                     NoUsage(),
                     NoSlis(),
+                    NoScaling(),
                     audit=AuditReader(audited, tiles),
                     require_current=lambda _: None,
                 ),

@@ -116,7 +116,7 @@ class RowsGateway:
     ) -> None:
         """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here."""
         self.keys, self.tenants, self.deployments = View(), View(), View()
-        self.workers, self.routes = View(), View()
+        self.workers, self.routes, self.scaled = View(), View(), View()
         if runner is None:
             runner = LocalRows()
             runner.gate.set()
@@ -136,6 +136,7 @@ class RowsGateway:
             CLOCK,
             texts=LocalTexts(threads, CLOCK),
             splits=Splits(self.routes),
+            scaled=self.scaled,
             aliases=aliases,
         )
         self.put_tenant(Tenant(Meta("acme")))

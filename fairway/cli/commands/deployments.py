@@ -29,6 +29,7 @@ from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_sho
 from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import show_replicas, until_deployed
+from fairway.client.admin.watch import wanted_replicas
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import worker_pb2
 
@@ -107,6 +108,48 @@ def _set_price(deployment: cp.Deployment, price: Mapping[str, int]) -> None:
         setattr(deployment.price, name.replace("_price", "_micros"), micros)
 
 
+SCALING: Final = OptionGroup(
+    "scaling",
+    "",
+    {
+        "min_replicas": Annotated[
+            int | None,
+            typer.Option("--min-replicas", min=0, max=10000, help="Least replicas; 0: none while idle."),
+        ],
+        "max_replicas": Annotated[
+            int | None,
+            typer.Option("--max-replicas", min=1, max=10000, help="Most; the replicas follow the load."),
+        ],
+        "idle": Annotated[
+            float | None,
+            typer.Option(
+                "--idle",
+                parser=span_s,
+                metavar="TIME",
+                help="Without a request before the last replica leaves; default: 10m.",
+            ),
+        ],
+        "max_cost_per_hour": Annotated[
+            float | None,
+            typer.Option("--max-cost-per-hour", min=0, help="What its nodes may cost together; 0: no bound."),
+        ],
+    },
+)
+
+
+def _set_scaling(deployment: cp.Deployment, given: Mapping[str, Any]) -> None:
+    """Set the bounds that were given. First bounds include the present number of replicas, and not 0."""
+    if given and not deployment.HasField("scaling"):
+        least = given.get("min_replicas", 1)
+        deployment.scaling.min_replicas = least
+        deployment.scaling.max_replicas = max(1, least, deployment.replicas)
+    for name, value in given.items():
+        if name == "idle":
+            deployment.scaling.idle.FromMilliseconds(round(value * 1000))
+        else:
+            setattr(deployment.scaling, name, value)
+
+
 def _prices(deployment: cp.Deployment) -> str:
     price = deployment.price
     amounts = (price.input_micros, price.cached_micros, price.output_micros)
@@ -124,6 +167,13 @@ def _engine(deployment: cp.Deployment) -> str:
     return deployment.executor + ("" if sizes == (1, 1) else f" {sizes[0]}x{sizes[1]}")
 
 
+def _scaling(deployment: cp.Deployment) -> str:
+    if not deployment.HasField("scaling"):
+        return ""
+    bounds = deployment.scaling
+    return f"{bounds.min_replicas}-{bounds.max_replicas}" + (" frozen" if bounds.frozen else "")
+
+
 def _capabilities(deployment: cp.Deployment) -> str:
     """Return what every replica that serves promises."""
     serving = [one for one in deployment.status.replicas if one.state == worker_pb2.VERSION_STATE_READY]
@@ -137,7 +187,8 @@ DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
         Column("name", lambda deployment: deployment.metadata.name),
         Column("model", lambda deployment: deployment.model, drop=2),
         Column("version", _version, drop=1),
-        Column("ready", lambda found: f"{found.status.ready_replicas}/{found.replicas}"),
+        Column("ready", lambda found: f"{found.status.ready_replicas}/{wanted_replicas(found)}"),
+        Column("scaling", _scaling, drop=3),
         Column("message", lambda deployment: deployment.status.message, least=40),
         Column("workers", lambda found: ",".join(r.worker_id for r in found.status.replicas), wide=True),
         Column("executor", _engine, wide=True),
@@ -168,9 +219,10 @@ add_show(app, DEPLOYMENTS, about="Show a deployment with the state of each repli
     examples=(
         "fairway deployments create my-model --wait",
         "fairway deployments create chat --model my-model --version v2 --replicas 3 --selector gpu=h100",
+        "fairway deployments create chat --min-replicas 0 --max-replicas 4 --idle 15m",
         "fairway deployments create chat --input-price 0.50 --cached-price 0.05 --output-price 1.50",
     ),
-    groups=(PRICES,),
+    groups=(PRICES, SCALING),
 )
 async def create(
     connection: Connection,
@@ -200,6 +252,7 @@ async def create(
     output: OutputOption = Format.TABLE,
     *,
     price: Mapping[str, int],
+    scaling: Mapping[str, Any],
 ) -> None:
     """Run a version on a number of workers. A tag is resolved once; later moves have no effect."""
     wanted = cp.Deployment(
@@ -216,6 +269,7 @@ async def create(
         priority=priority.proto if priority else 0,  # type: ignore[arg-type]
     )
     _set_price(wanted, price)
+    _set_scaling(wanted, scaling)
     creation = connection.admin.deployments.create(wanted)
     made = await checked(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
@@ -230,8 +284,9 @@ async def create(
         "fairway deployments update chat --version latest    # follow a tag that moved",
         "fairway deployments update chat --selector gpu=h100 --priority interactive",
         "fairway deployments update chat --output-price 2",
+        "fairway deployments update chat --min-replicas 1 --max-replicas 6",
     ),
-    groups=(PRICES,),
+    groups=(PRICES, SCALING),
 )
 async def update(
     connection: Connection,
@@ -253,9 +308,13 @@ async def update(
     label: LabelOption = None,
     etag: EtagOption = "",
     wait: WaitOption = False,
+    fixed: Annotated[
+        bool, typer.Option("--fixed", help="Without scaling bounds: --replicas holds again.")
+    ] = False,
     output: OutputOption = Format.TABLE,
     *,
     price: Mapping[str, int],
+    scaling: Mapping[str, Any],
 ) -> None:
     """Change the given fields and keep the rest. Without --version the running version stays.
 
@@ -285,6 +344,9 @@ async def update(
         if tenant is not None:
             deployment.tenant = tenant
         _set_price(deployment, price)
+        _set_scaling(deployment, scaling)
+        if fixed:
+            deployment.ClearField("scaling")
         replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)
@@ -310,6 +372,9 @@ async def scale(
 
     scaling = connection.admin.deployments.scale(name, replicas, etag=etag)
     scaled = await checked(scaling, what=f"cannot change the deployment {name}")
+    if scaled.HasField("scaling"):
+        hint = f"`fairway scaling override {name} {replicas}` sets them"
+        plain(err(), f"warning: the replicas of {name} follow the load within its bounds; {hint}")
     await _show(connection, scaled, wait, output)
 
 

@@ -480,6 +480,21 @@ class Queues:
         )
 
 
+class ScalingDecisions:
+    """Replicas that follow the load: what was decided, why, and from which figures."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(
+        self, deployment: str = "", *, limit: int | None = None, timeout_s: float | None = None
+    ) -> Sequence[cp.DeploymentScaling]:
+        """Return the deployments with bounds, or one. Raises NotFound where the named one has none."""
+        return await self._service.pages(
+            "ListScaling", "deployments", limit=limit, timeout_s=timeout_s, deployment=deployment
+        )
+
+
 class Placements:
     """Placement decisions of requests and the state of the workers, from the leading scheduler."""
 
@@ -622,6 +637,10 @@ class AdminClient:
     @property
     def events(self) -> Events:
         return Events(self._control())
+
+    @property
+    def scaling(self) -> ScalingDecisions:
+        return ScalingDecisions(self._control())
 
     @property
     def queues(self) -> Queues:

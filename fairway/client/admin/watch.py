@@ -230,6 +230,12 @@ async def until_any_ready(
     )
 
 
+def wanted_replicas(deployment: cp.Deployment) -> int:
+    """Return how many replicas it is to have now: its own number, or what was decided within its bounds."""
+    is_scaled = deployment.HasField("scaling")
+    return deployment.status.wanted_replicas if is_scaled else deployment.replicas
+
+
 def ready_replicas(deployment: cp.Deployment) -> int:
     """Return how many replicas serve, including those that an update replaces."""
     return sum(one.state == worker_pb2.VERSION_STATE_READY for one in deployment.status.replicas)
@@ -273,7 +279,7 @@ async def _until(
 def is_deployed(deployment: cp.Deployment) -> bool:
     """Whether the wanted version has exactly its replicas, all READY; older ones get no new requests then."""
     wanted = [replica for replica in deployment.status.replicas if _is_wanted(deployment, replica)]
-    if len(wanted) != deployment.replicas or (not wanted and deployment.status.replicas):
+    if len(wanted) != wanted_replicas(deployment) or (not wanted and deployment.status.replicas):
         return False
     return all(replica.state == worker_pb2.VERSION_STATE_READY for replica in wanted)
 
@@ -317,9 +323,9 @@ def _is_updated_later(deployment: cp.Deployment, worker_id: str) -> bool:
 
 def deployment_timeout(deployment: cp.Deployment, timeout_s: float) -> DeadlineExceeded:
     name, status = deployment.metadata.name, deployment.status
-    why = status.message or describe(deployment)
+    why, wanted = status.message or describe(deployment), wanted_replicas(deployment)
     return DeadlineExceeded(
-        f"{name} has {status.ready_replicas} of {deployment.replicas} replicas after {timeout_s:g} s: {why}",
+        f"{name} has {status.ready_replicas} of {wanted} replicas after {timeout_s:g} s: {why}",
         reason="NOT_READY_IN_TIME",
         metadata={"deployment": name, "ready_replicas": str(status.ready_replicas)},
     )

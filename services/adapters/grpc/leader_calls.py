@@ -22,14 +22,17 @@ from fairway.v1 import (
 from services.adapters.links.scheduler_directory import LeaderAddress, LeaderDirectory
 from services.core.arms import SliReceipt, SliReport
 from services.core.errors import FairwayError, NoLeader, Unavailable
+from services.core.estimates.pool_load import PoolLoad
 from services.ports.clock import Clock
 from services.rpc.channel import RoleChannel, auth_metadata
+from services.rpc.convert.scheduler import LOAD
 from services.rpc.convert.slis import report_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.certificates import Certificates
 
 Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
 QUEUES_S: Final = 3.0
+_LOADS_PAGE: Final = 1000
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
 REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
@@ -119,6 +122,17 @@ class GrpcQueues(LeaderCalls):
         found = await self.call(lambda channel: _Stub(channel).ListPools, request, self._timeout_s)
         return found
 
+    async def loads(self) -> dict[str, PoolLoad]:
+        """Return the load of every pool, by version digest."""
+        found: dict[str, PoolLoad] = {}
+        request = scheduler_pb2.ListPoolsRequest(page_size=_LOADS_PAGE, only_load=True)
+        while True:
+            page = await self.call(lambda channel: _Stub(channel).ListPools, request, self._timeout_s)
+            found |= {pool.version_digest: LOAD.from_proto(pool.load) for pool in page.pools}
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
+
     async def explain(self, request_id: str) -> scheduler_pb2.ExplainResponse:
         """Return how the placements of a request were decided, as far as the leader retains them."""
         request = scheduler_pb2.ExplainRequest(request_id=request_id)
@@ -162,6 +176,23 @@ class GrpcSlis(LeaderCalls):
             lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
             request,
             SLIS_S,
+        )
+        return answer
+
+
+class GrpcScaling(LeaderCalls):
+    """Queries of the leading control plane about scaling.
+
+    Implements ``controlplane.scaling.servicer.LeadingScaling``.
+    """
+
+    ROLE = "control plane"
+
+    async def page(self, request: cp.ListScalingRequest) -> cp.ListScalingResponse:
+        answer: cp.ListScalingResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListScaling,
+            request,
+            QUEUES_S,
         )
         return answer
 

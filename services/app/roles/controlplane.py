@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +14,8 @@ from fairway.v1 import (
     usage_pb2,
     usage_pb2_grpc,
 )
-from services.adapters.grpc.leader_calls import GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcQueues, GrpcScaling
+from services.adapters.node_command import CommandNodes
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
@@ -30,11 +32,21 @@ from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
+from services.controlplane.scaling.controller import ScalingController
+from services.controlplane.scaling.nodes import NodeController
+from services.controlplane.scaling.policy.nodes import NodeLimits
+from services.controlplane.scaling.policy.scaler import ScalerTuning
+from services.controlplane.scaling.servicer import ScalingListing
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.controlplane.spend_alerts import SpendAlerts
 from services.controlplane.store_events import StoreEvents
-from services.controlplane.telemetry import AlertTelemetry, ReconcilerTelemetry
+from services.controlplane.telemetry import (
+    AlertTelemetry,
+    NodeTelemetry,
+    ReconcilerTelemetry,
+    ScalingTelemetry,
+)
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
@@ -71,6 +83,18 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
+    tuning = ScalerTuning(settle_s=settings.scaling_settle_s)
+    scaling = ScalingController(
+        store,
+        fleet,
+        election,
+        key,
+        clock,
+        loads=queues.loads,
+        tuning=tuning,
+        telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+    )
+    nodes = _open_nodes(environment, fleet, election)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -80,6 +104,9 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        environment.supervisor.spawn("scaling", scaling.run())
+        if nodes is not None:
+            environment.supervisor.spawn("nodes", nodes.run())
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
@@ -90,7 +117,14 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("objective alerts", burning.run())
 
     servicer = ControlPlaneServicer(
-        service, store, queues, usage, sums, audit=reader, require_current=keys.require_current
+        service,
+        store,
+        queues,
+        usage,
+        sums,
+        _scaling_listing(environment, scaling),
+        audit=reader,
+        require_current=keys.require_current,
     )
     server = environment.server(
         RpcService(
@@ -145,6 +179,37 @@ def _open_queues(environment: Environment) -> GrpcQueues:
     queues = GrpcQueues(schedulers, token, environment.clock, environment.certificates)
     environment.closing.push_async_callback(queues.close)
     return queues
+
+
+def _open_nodes(
+    environment: Environment, fleet: Informer[FleetRecord | None], election: Election
+) -> NodeController | None:
+    """Return what orders nodes by the operator's command; None without one."""
+    settings, argv = environment.settings, shlex.split(environment.settings.node_command)
+    if not argv:
+        return None
+    return NodeController(
+        environment.store,
+        fleet,
+        election,
+        leader_key("controlplane"),
+        environment.clock,
+        provider=CommandNodes(argv, timeout_s=settings.node_command_timeout_s),
+        limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
+        new_id=environment.ids.source_id,
+        telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+    )
+
+
+def _scaling_listing(environment: Environment, controller: ScalingController) -> ScalingListing:
+    leader = GrpcScaling(
+        open_directory(environment, "controlplane"),
+        environment.internal_token,
+        environment.clock,
+        environment.certificates,
+    )
+    environment.closing.push_async_callback(leader.close)
+    return ScalingListing(environment.store, controller, leader)
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

@@ -38,6 +38,7 @@ from services.core.records import (
     DEPLOYMENTS,
     OBJECTIVES,
     QUARANTINE,
+    SCALED,
     WORKERS,
     Budget,
     Deployment,
@@ -45,8 +46,9 @@ from services.core.records import (
     Worker,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.core.scaling import Scaled
 from services.gateway.batches.service import BatchService
-from services.gateway.catalog import ModelCatalog
+from services.gateway.catalog import ModelCatalog, Waking
 from services.gateway.erasure import Erasure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
@@ -278,6 +280,7 @@ def _gateway_services(
         files,
         clock,
         texts=texts,
+        scaled=environment.informer(SCALED, Scaled),
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
         aliases=settings.model_aliases,
         batch_price_ratio=settings.batch_price_ratio,
@@ -291,13 +294,18 @@ def _gateway_services(
         prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
     )
     ports, runner = _gateway_ports(
-        environment, quotas, gateway_id, lambda workers: ResidentWorkers(workers, live, identity.residency)
+        environment,
+        quotas,
+        gateway_id,
+        lambda workers: ResidentWorkers(workers, live, identity.residency),
+        catalog.waking,
     )
     ports = replace(
         ports,
         report_usage=outbox.add,
         serves=catalog.serves,
         gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
+        waking=catalog.waking,
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(
@@ -395,10 +403,11 @@ def _gateway_ports(
     quotas: GatewayQuotas,
     gateway_id: str,
     bound: Callable[[MuxedWorkers], ResidentWorkers],
+    waking: Callable[[str], Waking | None],
 ) -> tuple[Ports, LeasedRows]:
     """Return what requests act through, and what runs the rows of fixed-cost models.
 
-    ``bound`` keeps what is sent to workers in the regions of tenants.
+    ``bound`` keeps what is sent to workers in the regions of tenants; ``waking`` is the catalog's.
     """
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token, environment.certificates)
@@ -417,6 +426,7 @@ def _gateway_ports(
         clock,
         supervisor,
         RowLimits(queue_ttl_s=settings.queue_ttl_s),
+        waking=waking,
         explanations=explanations,
     )
     environment.closing.push_async_callback(rows.close)

@@ -20,10 +20,12 @@ from services.core.records import (
     KEYS,
     LEADERS,
     MODELS,
+    NODE_ORDERS,
     NODES,
     OBJECTIVES,
     QUARANTINE,
     ROLLOUTS,
+    SCALED,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -43,6 +45,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.core.scaling import NodeOrder, OrderState, Scaled
 from services.ports.poison.quarantine import Quarantined
 
 Observed = (
@@ -60,6 +63,8 @@ Observed = (
     | VersionRecord
     | Rollout
     | Quarantined
+    | Scaled
+    | NodeOrder
 )
 State = Mapping[str, Observed]
 T = TypeVar("T")
@@ -70,6 +75,8 @@ _KINDS: Final[Mapping[str, type[Observed]]] = {
     BUDGETS: Budget,
     OBJECTIVES: Objective,
     DEPLOYMENTS: Deployment,
+    SCALED: Scaled,
+    NODE_ORDERS: NodeOrder,
     NODES: Node,
     WORKERS: Worker,
     GATEWAYS: Gateway,
@@ -127,6 +134,10 @@ def _of_key(key: str, before: Observed | None, after: Observed | None) -> Iterat
             yield from _objective(_as(before, Objective), _as(after, Objective))
         case Deployment():
             yield from _deployment(_as(before, Deployment), _as(after, Deployment))
+        case Scaled():
+            yield from _scaled(_as(before, Scaled), _as(after, Scaled))
+        case NodeOrder() if after is not None:
+            yield from _node_order(_as(before, NodeOrder), record)
         case Node():
             yield from _node(record.worker_id, _as(before, Node), _as(after, Node))
         case Worker():
@@ -276,8 +287,33 @@ def _deployment(before: Deployment | None, after: Deployment | None) -> Iterator
         replicas=before.replicas,
     )
     if same != before:
-        message = "selector, priority, price, executor, devices or output form changed"
+        message = "selector, priority, price, executor, devices, scaling or output form changed"
         yield FleetEvent(kind, name, "DEPLOYMENT_UPDATED", message)
+
+
+def _node_order(before: NodeOrder | None, after: NodeOrder) -> Iterator[FleetEvent]:
+    kind, name = EventKind.NODE, after.node or after.order_id
+    if before is None:
+        what = " ".join(filter(None, ("a node", after.node_type, after.zone)))
+        yield FleetEvent(kind, name, "NODE_ORDERED", f"{what} for {after.reason}, order {after.order_id}")
+    elif before.state is not after.state and after.state is OrderState.FAILED:
+        message = f"order {after.order_id}: {after.reason}"
+        yield FleetEvent(kind, name, "NODE_ORDER_FAILED", message, warning=True)
+    elif before.state is not after.state and after.state is OrderState.RELEASED:
+        yield FleetEvent(kind, name, "NODE_RELEASED", f"nothing needed it, order {after.order_id}")
+
+
+def _scaled(before: Scaled | None, after: Scaled | None) -> Iterator[FleetEvent]:
+    if after is None:
+        return
+    kind, name = EventKind.DEPLOYMENT, after.deployment
+    if after.failed_wakes > (0 if before is None else before.failed_wakes):
+        message = f"start {after.failed_wakes} from zero failed: {after.failure}"
+        yield FleetEvent(kind, name, "DEPLOYMENT_WAKE_FAILED", message, warning=True)
+    elif before is not None and before.replicas != after.replicas:
+        why = f": {after.reasons[0].signal}: {after.reasons[0].text}" if after.reasons else ""
+        message = f"{before.replicas} to {after.replicas} replicas{why}"
+        yield FleetEvent(kind, name, "DEPLOYMENT_SCALED", message)
 
 
 def _node(name: str, before: Node | None, after: Node | None) -> Iterator[FleetEvent]:

@@ -11,6 +11,7 @@ import structlog
 from services.controlplane.fleet import read_snapshot, readable
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
+from services.controlplane.scaling.policy.deployment import replica_cost
 from services.core.errors import FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest, is_tag
 from services.core.outputs.forms import named_form
@@ -19,9 +20,11 @@ from services.core.records import (
     DEPLOYMENTS,
     ROOT,
     TENANTS,
+    WORKERS,
     Deployment,
     Tag,
     VersionRecord,
+    Worker,
     dump,
     load,
     model_users_key,
@@ -29,6 +32,7 @@ from services.core.records import (
     version_key,
 )
 from services.core.rollouts.routes import ROUTES
+from services.core.scaling import Scaling
 from services.ports.clock import Clock
 from services.ports.store import Delete, ModRevisionIs, Operation, Put, Store
 from services.runtime.idempotent_writes import WriteSet
@@ -196,6 +200,10 @@ class Deployments:
                 raise InvalidInput(f"output_form {error}", field="deployment.output_form") from error
         if deployment.tenant and await self._store.get(TENANTS + deployment.tenant) is None:
             raise NotFound(f"there is no tenant {deployment.tenant}", tenant=deployment.tenant)
+        if deployment.scaling is not None:
+            listing = await self._store.list(WORKERS)
+            workers = [found for entry in listing.entries if (found := readable(entry, Worker)) is not None]
+            check_scaling(deployment, deployment.scaling, workers)
         version, together = await pinned_version(
             self._store, deployment.model, deployment.version, field="deployment.version"
         )
@@ -208,6 +216,40 @@ class Deployments:
                 field="deployment.tensor_parallel",
             )
         return replace(deployment, version_digest=version.digest, executor=executor), together
+
+
+def check_scaling(deployment: Deployment, scaling: Scaling, workers: Sequence[Worker]) -> None:
+    """Return if the bounds agree with each other and with what the live nodes cost. Raises InvalidInput."""
+    field, least = "deployment.scaling.", scaling.min_replicas
+    if least > scaling.max_replicas:
+        raise InvalidInput(
+            f"min_replicas {least} is above max_replicas {scaling.max_replicas}: raise the maximum or lower "
+            "the minimum",
+            field=field + "min_replicas",
+        )
+    if scaling.idle_s and least:
+        raise InvalidInput(
+            f"an idle time needs min_replicas 0, and it is {least}: the last replica never leaves",
+            field=field + "idle",
+        )
+    if scaling.override_until_unix_s and scaling.override_replicas is None:
+        raise InvalidInput(
+            "override_until needs override_replicas, which it ends", field=field + "override_until"
+        )
+    if not scaling.max_cost_per_hour or not workers:
+        return
+    cost, least = replica_cost(deployment, workers), max(1, least)
+    if not cost:
+        raise InvalidInput(
+            "no live node that may run it states what it costs: set FAIRWAY_COST_PER_HOUR on the workers",
+            field=field + "max_cost_per_hour",
+        )
+    if least * cost > scaling.max_cost_per_hour:
+        raise InvalidInput(
+            f"{least} replicas cost up to {least * cost:g} per hour on the live nodes, and "
+            f"{scaling.max_cost_per_hour:g} is allowed: allow that much, or lower min_replicas",
+            field=field + "max_cost_per_hour",
+        )
 
 
 def _in_rollout(name: str) -> FailedPrecondition:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.controlplane.fleet import Fleet, FleetSnapshot, Replica, readable, replicas_of
+from services.controlplane.fleet import Fleet, FleetSnapshot, Replica, readable, replicas_of, wanted_in
 from services.controlplane.policy.assign import Unplaced, plan
 from services.controlplane.resources.resources import Stored
 from services.core.errors import DoesNotFit
@@ -42,6 +42,7 @@ class DeploymentView:
     replicas: tuple[Replica, ...]
     message: str
     tag_digest: str = ""
+    wanted_replicas: int = 0
 
     @property
     def ready(self) -> int:
@@ -110,7 +111,13 @@ def deployment_view(
     if not any(one.route.deployment == name for one in snapshot.fleet.routes):  # a rollout has its own status
         parts += _update_parts(stored.record, replicas, is_unplaced=name in unplaced)
     message = "; ".join(parts)[:MAX_MESSAGE_CHARS]
-    return DeploymentView(stored, replicas, message, _tag_digest(stored.record, snapshot))
+    return DeploymentView(
+        stored,
+        replicas,
+        message,
+        _tag_digest(stored.record, snapshot),
+        wanted_in(snapshot.fleet, stored.record),
+    )
 
 
 def _update_parts(deployment: Deployment, replicas: Sequence[Replica], *, is_unplaced: bool) -> list[str]:

@@ -144,7 +144,7 @@ class RolloutController:
                 continue
             facts = facts_of(
                 held.record,
-                context.deployment.replicas,
+                context.wanted.replicas,
                 fleet.workers,
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot
+from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot, readable
 from services.controlplane.resources.deployments import pinned_version, require_trust
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
@@ -39,6 +39,7 @@ from services.core.fleet import replicas_in
 from services.core.records import (
     DEPLOYMENTS,
     ROLLOUTS,
+    SCALED,
     Deployment,
     VersionRecord,
     VersionState,
@@ -47,6 +48,7 @@ from services.core.records import (
     version_key,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.core.scaling import Scaled
 from services.ports.clock import Clock
 from services.ports.store import Condition, ModRevisionIs, Operation, Store
 from services.runtime.idempotent_writes import WriteSet
@@ -92,11 +94,9 @@ class Rollouts:
         _require_calm(snapshot, context)
         prepared, together = await self._prepared(rollout, context.deployment)
         sizes = await self._sizes(prepared, context.deployment)
-        prepared, fits = _fitted(prepared, context.deployment, snapshot.fleet, sizes)
+        prepared, fits = _fitted(prepared, context.wanted, snapshot.fleet, sizes)
         if dry_run:
-            return RolloutView(
-                Stored(prepared, 0, 0), _facts(prepared, context.deployment, snapshot), fits=fits
-            )
+            return RolloutView(Stored(prepared, 0, 0), _facts(prepared, context.wanted, snapshot), fits=fits)
         if _short(fits):
             raise _does_not_fit(prepared, fits)
         writes = effects(prepared, context)
@@ -276,15 +276,17 @@ def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     if entry is None:
         raise FailedPrecondition(f"there is no deployment {name}", name=name)
     deployment = load(entry.value, Deployment)
-    routed = snapshot.entries.get(ROUTES + name)
+    routed, decided = snapshot.entries.get(ROUTES + name), snapshot.entries.get(SCALED + name)
+    scaled = None if decided is None else readable(decided, Scaled)
     if routed is None:
-        return RolloutContext(deployment, entry.mod_revision)
-    return RolloutContext(deployment, entry.mod_revision, load(routed.value, ModelRoute), routed.mod_revision)
+        return RolloutContext(deployment, entry.mod_revision, scaled=scaled)
+    route = load(routed.value, ModelRoute)
+    return RolloutContext(deployment, entry.mod_revision, route, routed.mod_revision, scaled)
 
 
 def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
     """Return while neither a rollout nor an update of the deployment is under way."""
-    deployment = context.deployment
+    deployment = context.wanted
     name = deployment.meta.name
     if context.route is not None:
         raise FailedPrecondition(

@@ -9,8 +9,9 @@ from typing import Any
 from services.controlplane.resources.deployments import revision_put
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
-from services.core.records import DEPLOYMENTS, Deployment, dump
+from services.core.records import DEPLOYMENTS, SCALED, Deployment, dump
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.core.scaling import Scaled
 from services.ports.store import Condition, Delete, ModRevisionIs, Operation, Put
 from services.runtime.fleet_state.informer import Versioned
 from services.runtime.idempotent_writes import WriteSet
@@ -24,6 +25,12 @@ class RolloutContext:
     deployment_revision: int
     route: ModelRoute | None = None
     route_revision: int = 0
+    scaled: Scaled | None = None
+
+    @property
+    def wanted(self) -> Deployment:
+        """The deployment with the replicas that it is to have now."""
+        return self.deployment.scaled_by(self.scaled)
 
 
 def context_in(view: Mapping[str, Versioned[Any]], deployment: str) -> RolloutContext | None:
@@ -31,9 +38,12 @@ def context_in(view: Mapping[str, Versioned[Any]], deployment: str) -> RolloutCo
     held, routed = view.get(DEPLOYMENTS + deployment), view.get(ROUTES + deployment)
     if held is None:
         return None
+    decided = view.get(SCALED + deployment)
+    scaled = None if decided is None else decided.record
     if routed is None:
-        return RolloutContext(held.record, held.mod_revision)
-    return RolloutContext(held.record, held.mod_revision, routed.record.route, routed.mod_revision)
+        return RolloutContext(held.record, held.mod_revision, scaled=scaled)
+    route = routed.record.route
+    return RolloutContext(held.record, held.mod_revision, route, routed.mod_revision, scaled)
 
 
 def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
@@ -42,7 +52,7 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
     They hold for the revisions in ``context``: whoever changed one of them makes the transaction fail.
     """
     deployment = deployment_of(rollout, context.deployment)
-    route = route_of(rollout, deployment.replicas)
+    route = route_of(rollout, context.wanted.replicas)
     conditions: list[Condition] = [ModRevisionIs(ROUTES + rollout.deployment, context.route_revision)]
     operations: list[Operation] = []
     if route is None and context.route is not None:

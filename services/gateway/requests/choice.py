@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import structlog
@@ -173,7 +174,11 @@ class ChoiceRun(SequenceAttempts):
         self._limit += tokens
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        place = self._place_begun if self.begun else self._request.ports.placement.place
+        place = self._request.ports.placement.place
+        if self.begun:
+            place = partial(self._place_unless, self._gone_watch())
+        elif self._request.ports.waking(self._spec.model) is not None:
+            place = partial(self._place_unless, self._failed_start)
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         try:
             # The first token is paid for before the placement, so that nothing waits on a worker for it.
@@ -182,31 +187,51 @@ class ChoiceRun(SequenceAttempts):
         finally:
             self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
 
-    async def _place_begun(self, spec: PlaceSpec) -> AnyGrant:
-        """Place a sequence that has output. Raises VersionGone when nothing serves its version any more."""
+    async def _place_unless(self, ended: Callable[[], FairwayError | None], spec: PlaceSpec) -> AnyGrant:
+        """Place a sequence. Raises what ``ended`` returns meanwhile."""
+        found: list[FairwayError] = []
+
+        async def watch() -> None:
+            while (error := ended()) is None:
+                await self._clock.sleep(_GONE_CHECK_S)
+            found.append(error)
+            placing.reschedule(asyncio.get_running_loop().time())
+
         ports = self._request.ports
         try:
             async with asyncio.timeout(None) as placing:
-                watch = ports.supervisor.spawn(f"watch {spec.request_id}", self._end_once_gone(placing))
+                watching = ports.supervisor.spawn(f"watch {spec.request_id}", watch())
                 try:
                     return await ports.placement.place(spec)
                 finally:
-                    watch.cancel()
+                    watching.cancel()
         except TimeoutError:
-            raise VersionGone(
+            raise found[0] from None
+
+    def _gone_watch(self) -> Callable[[], FairwayError | None]:
+        """Return what finds that nothing has served the version of a begun output for a while."""
+        serves, spec, served_s = self._request.ports.serves, self._spec, self._clock.monotonic_s()
+
+        def gone() -> FairwayError | None:
+            nonlocal served_s
+            now_s = self._clock.monotonic_s()
+            if serves(spec.model, spec.version_digest):
+                served_s = now_s
+            if now_s - served_s < GONE_AFTER_S:
+                return None
+            return VersionGone(
                 f"{spec.model} withdrew version {spec.version_digest} and lost its last worker before the "
                 "output ended; send the request again",
                 model=spec.model,
                 version_digest=spec.version_digest,
-            ) from None
+            )
 
-    async def _end_once_gone(self, placing: asyncio.Timeout) -> None:
-        serves, gone_since_s = self._request.ports.serves, self._clock.monotonic_s()
-        while (now_s := self._clock.monotonic_s()) - gone_since_s < GONE_AFTER_S:
-            if serves(self._spec.model, self._spec.version_digest):
-                gone_since_s = now_s
-            await self._clock.sleep(_GONE_CHECK_S)
-        placing.reschedule(asyncio.get_running_loop().time())
+        return gone
+
+    def _failed_start(self) -> FairwayError | None:
+        """Return why the deployment, which had no replica, could not start one."""
+        waking = self._request.ports.waking(self._spec.model)
+        return None if waking is None else waking.failure
 
     def _place_spec(self) -> PlaceSpec:
         request, spec = self._request, self._spec
@@ -238,9 +263,14 @@ class ChoiceRun(SequenceAttempts):
         )
 
     def _most_queued_s(self) -> float:
-        """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream."""
-        queue_ttl_s = self._request.queue_ttl_s
-        return max(queue_ttl_s, self._time_left_s()) if self.begun else queue_ttl_s
+        """How long to queue. A stream that has begun waits until its deadline, to avoid a broken stream; the
+        request of a deployment without replicas waits for the start of the first.
+        """
+        queue_ttl_s, left_s = self._request.queue_ttl_s, self._time_left_s()
+        if self.begun:
+            return max(queue_ttl_s, left_s)
+        waking = self._request.ports.waking(self._spec.model)
+        return queue_ttl_s if waking is None else max(queue_ttl_s, min(waking.hold_s, left_s))
 
     def _time_left_s(self) -> float:
         """The time until the request's deadline; above zero."""

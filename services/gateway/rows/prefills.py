@@ -133,7 +133,8 @@ class _EmbeddedRow(SequenceAttempts):
 
     def _place_spec(self) -> PlaceSpec:
         request = self._request
-        left_s = self._left_s()
+        left_s, waking = self._left_s(), self._ports.waking(request.model)
+        patience_s = self._patience_s if waking is None else max(self._patience_s, waking.hold_s)
         return PlaceSpec(
             request_id=request.request_id,
             choice=self._row,
@@ -145,7 +146,7 @@ class _EmbeddedRow(SequenceAttempts):
             prompt_tokens=len(self._spec.prompt.ids),
             max_output_tokens=0,
             arrival_unix_us=self._arrival_unix_us,
-            queue_ttl_s=min(self._patience_s, left_s),
+            queue_ttl_s=min(patience_s, left_s),
             ticket=self._ticket,
             traceparent=request.traceparent,
             deadline_left_s=left_s,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,6 +41,7 @@ from services.core.fixed_cost.slots import SlotRefusal
 from services.core.generation import NotAdmittedReason
 from services.core.limits import share_of
 from services.core.records import Priority
+from services.gateway.catalog import Waking
 from services.gateway.policy.retry import EXCLUDED_S
 from services.gateway.rows.leases import RISE_S, GatewayLeases, SlotDemands, SlotsHere
 from services.gateway.rows.row_queue import NewRows, QueuedRow, RowQueue, late_answer_s, order_of
@@ -166,9 +167,13 @@ class LeasedRows:
         supervisor: Supervisor,
         limits: RowLimits | None = None,
         *,
+        waking: Callable[[str], Waking | None] = lambda _model: None,
         explanations: RowExplanations | None = None,
     ) -> None:
-        """``leases`` is the listener of ``slots``; ``explanations`` receives how requests ran."""
+        """``leases`` is the listener of ``slots``; ``waking`` returns how rows of a model wait for its first
+        replica; ``explanations`` receives how requests ran.
+        """
+        self._waking = waking
         self._workers = workers
         self._slots = slots
         self._leases = leases
@@ -281,7 +286,10 @@ class LeasedRows:
 
     def _enter(self, request: RowsRequest) -> _Run:
         now_s = self._clock.monotonic_s()
-        until_s = min(request.deadline_s, now_s + self._limits.queue_ttl_s)
+        waking, longest_s = self._waking(request.model), self._limits.queue_ttl_s
+        if waking is not None:
+            longest_s = max(longest_s, waking.hold_s)
+        until_s = min(request.deadline_s, now_s + longest_s)
         rows = [
             QueuedRow(request, row, self._numbers + row, now_s, until_s) for row in range(len(request.rows))
         ]
@@ -511,13 +519,14 @@ class LeasedRows:
         """Return why a row that waits is given up, None while it is not."""
         request = row.request
         late = now_s >= request.deadline_s
-        if not late and now_s - row.queued_s <= self._limits.queue_ttl_s:
-            return None
+        if not late and now_s <= row.until_s:
+            waking = self._waking(request.model)
+            return None if waking is None else waking.failure
         if row.lacks_node and not self._leases.has_lease(request.version_digest, request.tenant_id):
             return IsolationUnavailable.of(request.model, request.node_group)
         if late:
             return DeadlineUnmeetable("no slot was free before the deadline", retry_after_s=1.0)
-        within = f"within {self._limits.queue_ttl_s:g} s"
+        within = f"within {row.until_s - row.queued_s:g} s"
         if not self._leases.is_served(request.version_digest):
             text = f"no worker served {request.model} {within}"
             return NoWorkerAvailable(text, retry_after_s=1.0, model=request.model)

@@ -37,6 +37,7 @@ from services.core.records import (
     VersionRecord,
     Worker,
 )
+from services.core.scaling import Reason, Scaled, Scaling
 from services.rpc.convert.inference import PRIORITIES, PRIORITY, duration_of, seconds_of, timestamp
 from services.rpc.convert.worker import LOADED, VERSION_STATES
 
@@ -109,6 +110,14 @@ CALLER: Final = Mirror(
     },
     apart=("models", "secret_hash"),
 )
+SCALING: Final = Mirror(
+    Scaling,
+    pb.Scaling,
+    {
+        "idle_s": Pair("idle", duration_of, seconds_of, unset=True),
+        "override_until_unix_s": Pair("override_until", timestamp, seconds_of, unset=True),
+    },
+)
 DEPLOYMENT: Final = Mirror(
     Deployment,
     pb.Deployment,
@@ -119,7 +128,20 @@ DEPLOYMENT: Final = Mirror(
         "tensor_parallel": Pair("tensor_parallel", zero=True),
         "pipeline_parallel": Pair("pipeline_parallel", zero=True),
         "price": Mirror(Price, pb.Price).one("price", unset=True),
+        "scaling": SCALING.one("scaling", unset=True),
     },
+)
+REASON: Final = Mirror(Reason, pb.ScalingReason)
+SCALED: Final = Mirror(
+    Scaled,
+    pb.DeploymentScaling,
+    {
+        "reasons": REASON.each("reasons"),
+        "decided_unix_s": Pair("decide_time", timestamp, unset=True, unread=True),
+        "start_s": Pair("start", duration_of, unread=True),
+        "retry_unix_s": Pair("retry_time", timestamp, unset=True, unread=True),
+    },
+    apart=("rate",),
 )
 BUDGET: Final = Mirror(Budget, pb.Budget, {"meta": META, "currency": Pair("currency", zero=True)})
 _TARGET: Final = Mirror(LatencyTarget, pb.LatencyTarget, {"quantile": Pair("quantile", zero=True)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -22,6 +23,7 @@ from services.core.decisions import (
     WorkerPool,
 )
 from services.core.errors import FairwayError, InvalidInput
+from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import (
@@ -38,7 +40,7 @@ from services.core.fleet import (
     TenantTokens,
 )
 from services.core.generation import Grant, PlaceSpec
-from services.rpc.convert.inference import DIGEST, PRIORITY, TENANT
+from services.rpc.convert.inference import DIGEST, PRIORITY, TENANT, seconds_of
 from services.rpc.convert.rows import WINDOW
 from services.rpc.status import by_reason
 
@@ -285,6 +287,10 @@ def _duration(seconds: float | None) -> Duration | None:
     return found
 
 
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
 def _scores(parts: tuple[tuple[str, float], ...]) -> list[pb.ScorePart]:
     return [pb.ScorePart(scorer=name, value=value) for name, value in parts]
 
@@ -332,6 +338,22 @@ _WAIT: Final = Mirror(
     pb.ClassWait,
     {"priority": PRIORITY, "predicted_wait_s": Pair("predicted_wait", _duration)},
 )
+_CLASS_LOAD: Final = Mirror(
+    ClassLoad,
+    pb.ClassLoad,
+    {
+        "priority": PRIORITY,
+        "target_s": Pair("target", lambda target_s: _duration(_finite(target_s)), seconds_of),
+    },
+)
+LOAD: Final = Mirror(
+    PoolLoad,
+    pb.PoolLoad,
+    {
+        "classes": _CLASS_LOAD.each("classes"),
+        "rate": Pair("rate", lambda rate: rate or 0.0, lambda rate: rate or None),
+    },
+)
 pool_to_proto: Final = Mirror(
     PoolQueue,
     pb.PoolQueue,
@@ -341,5 +363,6 @@ pool_to_proto: Final = Mirror(
         "shares": _SHARE.each("shares"),
         "counters": Pair("counters", counters_to_proto),
         "waits": _WAIT.each("waits"),
+        "load": LOAD.one("load", unset=True),
     },
 ).to_proto

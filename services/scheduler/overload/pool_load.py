@@ -7,6 +7,7 @@ argument, in monotonic seconds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -20,7 +21,9 @@ from services.core.errors import (
     VersionFailing,
     retry_in,
 )
-from services.core.fleet import PoolPressure, TenantTokens
+from services.core.estimates.capacity import RequestMix, mix_of
+from services.core.estimates.pool_load import ClassLoad
+from services.core.fleet import PoolPressure, SequenceUsage, TenantTokens
 from services.core.generation import PlaceSpec
 from services.core.records import Priority
 from services.scheduler.policy.overload.pressure import (
@@ -48,6 +51,7 @@ from services.scheduler.policy.overload.shedding import (
 from services.scheduler.queue.waiting import UNSETTLED, QueuedPlacement, Unsettled
 
 MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway
+_MIX_REQUESTS: Final = 128  # requests that ended last, of which a pool's mix is made
 
 Victim = tuple[QueuedPlacement, FairwayError]
 
@@ -59,14 +63,77 @@ class _Waits:
     item: QueuedPlacement
     rank: ShedRank
     retried: bool
+    work: float  # tokens that it is expected to compute
 
     @property
     def number(self) -> int:
         return self.item.number
 
 
+@dataclass(slots=True)
+class PoolWork:
+    """Work of one pool since the term began: what arrived, what waits, and what requests that ended took.
+
+    A request that is shed counts as arrived at its first attempt: it is what the pool was asked for.
+    """
+
+    target_s: Callable[[Priority], float]  # of a class without an objective
+    arrived: dict[Priority, float] = field(default_factory=dict)
+    waiting: dict[Priority, float] = field(default_factory=dict)
+    targets: dict[Priority, float] = field(default_factory=dict)  # those of the last arrivals
+    queued: int = 0
+    measured_rate: float | None = None  # tokens per second of one worker while work waits
+    # Prompt, cached and output tokens of requests that ended, and their mean output.
+    ended: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MIX_REQUESTS))
+    mean_output_tokens: float | None = None
+
+    def end(self, use: SequenceUsage) -> None:
+        """Learn what a request took."""
+        self.ended.append((use.prompt_tokens, min(use.cached_tokens, use.prompt_tokens), use.output_tokens))
+        mean = self.mean_output_tokens
+        self.mean_output_tokens = (
+            use.output_tokens if mean is None else mean + (use.output_tokens - mean) / _MIX_REQUESTS
+        )
+
+    def arrive(self, spec: PlaceSpec, tokens: float, target_s: float) -> None:
+        """Count a placement that was submitted for the first time."""
+        self.arrived[spec.priority] = self.arrived.get(spec.priority, 0.0) + tokens
+        self.targets[spec.priority] = target_s
+
+    def tokens(self, spec: PlaceSpec, predicted_tokens: int) -> float:
+        """Return the tokens of a request: its prompt and the mean output, the predicted one before any."""
+        mean = self.mean_output_tokens
+        output = predicted_tokens if mean is None else min(spec.max_output_tokens, mean)
+        return spec.prompt_tokens + output
+
+    @property
+    def mix(self) -> RequestMix | None:
+        """The mix of the requests that ended lately; None without any that produced tokens."""
+        return mix_of(self.ended) if any(output for _, _, output in self.ended) else None
+
+    @property
+    def request_tokens(self) -> float:
+        """Prompt and output tokens of the mean request."""
+        return sum(prompt + output for prompt, _, output in self.ended) / max(1, len(self.ended)) or 1.0
+
+    @property
+    def classes(self) -> tuple[ClassLoad, ...]:
+        """The classes that had an arrival."""
+        return tuple(
+            ClassLoad(
+                priority,
+                self.targets.get(priority, self.target_s(priority)),
+                self.waiting.get(priority, 0.0),
+                self.arrived[priority],
+            )
+            for priority in Priority
+            if priority in self.arrived
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Pool:
+    work: PoolWork
     backlog: Backlog = field(default_factory=Backlog)
     order: SheddingOrder[_Waits] = field(default_factory=SheddingOrder)
     of_tenant: dict[str, SheddingOrder[_Waits]] = field(default_factory=dict)
@@ -117,12 +184,25 @@ class Overload:
         for digest, tokens in done.items():
             pool = self._pool(digest)
             pool.rate.note(tokens, now_s, workers=self._serving(digest), waits=len(pool.order) > 0)
+        for use in tenants:
+            if use.rows:
+                arrived = self._pool(use.digest).work.arrived
+                arrived[use.priority] = arrived.get(use.priority, 0.0) + use.rows
+
+    def ended(self, usage: Iterable[SequenceUsage]) -> None:
+        """Learn what requests took that ended."""
+        for one in usage:
+            if one.ended and one.output_tokens:
+                self._pool(one.digest).work.end(one)
 
     def entered(self, item: QueuedPlacement, now_s: float) -> None:
         """Count a placement that entered the queue."""
         pool = self._pool(item.spec.version_digest)
         arrival = self._arrival(item.spec, now_s)
-        waits = _Waits(item, arrival.rank, arrival.attempt > 0)
+        work = pool.work.tokens(item.spec, item.predicted_tokens)
+        waits = _Waits(item, arrival.rank, arrival.attempt > 0, work)
+        pool.work.arrive(item.spec, work, self._target_s(item.spec))
+        pool.work.waiting[item.priority] = pool.work.waiting.get(item.priority, 0.0) + work
         self._waits[item.number] = waits
         pool.order.add(waits)
         mine = pool.of_tenant.get(item.tenant)
@@ -145,6 +225,9 @@ class Overload:
         pool.of_tenant[item.tenant].discard(waits)
         if not len(pool.of_tenant[item.tenant]):
             del pool.of_tenant[item.tenant]
+        pool.work.waiting[item.priority] -= waits.work
+        if not len(pool.order):
+            pool.work.waiting.clear()  # what rounding left
         tokens, target_s = item.demand.reserved_tokens, self._target_s(item.spec)
         pool.backlog.remove(item.priority, item.tenant, tokens, target_s)
         if not pool.backlog.holds(item.tenant):
@@ -177,6 +260,9 @@ class Overload:
                     arrival.rank, retried=arrival.attempt > 0
                 )
                 if victim is None:
+                    if not spec.attempt:
+                        work = self._pool(spec.version_digest).work
+                        work.arrive(spec, work.tokens(spec, predicted_tokens), self._target_s(spec))
                     return _shed_error(spec, arrival.rank, spec.priority, found_s, limit_s, later_s)
                 if claims:
                     error = self._error_of(victim, spec.priority, found_s, limit_s)
@@ -230,6 +316,15 @@ class Overload:
         found_s = self.wait_s(spec.version_digest, victim.item.priority, now_s)
         found_s = self.policy.min_retry_after_s if found_s is None else min(MAX_WAIT_S, found_s)
         return victim.item, self._error_of(victim, victim.item.priority, found_s, 0.0)
+
+    def work(self, digest: str) -> PoolWork:
+        """Return the work of a pool as of now. Read only."""
+        pool = self._pools.get(digest)
+        if pool is None:
+            return PoolWork(self.policy.targets.of)
+        pool.work.queued = len(pool.order)
+        pool.work.measured_rate = pool.rate.tokens_per_s(1) if len(pool.order) else None
+        return pool.work
 
     def wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:
         """Return the predicted wait behind all of the class and of higher ones, None before it is known."""
@@ -315,7 +410,7 @@ class Overload:
     def _pool(self, digest: str) -> _Pool:
         pool = self._pools.get(digest)
         if pool is None:
-            pool = self._pools[digest] = _Pool()
+            pool = self._pools[digest] = _Pool(PoolWork(self.policy.targets.of))
         return pool
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -210,6 +211,14 @@ class SlotPool:
     def rows(self) -> int:
         """The rows of all demands."""
         return sum(wanted.demand.rows for _, wanted in self._holders())
+
+    @property
+    def rows_by_class(self) -> Counter[Priority]:
+        """The rows of all demands by class; a tenant's demand has the highest class of its rows."""
+        found: Counter[Priority] = Counter()
+        for _, wanted in self._holders():
+            found[wanted.demand.priority] += wanted.demand.rows
+        return +found
 
     # --- demands ----------------------------------------------------------------------------------
 

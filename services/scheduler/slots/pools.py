@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotReturn
 from services.core.fleet import ReportSnapshot
+from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.slots.leases import LeaseTerms, RowWorker, VersionLeases
 from services.scheduler.slots.pool import TURN_S, Shares, SlotPool
@@ -127,6 +128,16 @@ class SlotPools:
         for pool in self._pools.values():
             found += pool.leases.take(gateway, _LEASES_PER_FRAME - len(found), now_s)
         return tuple(found)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions with a demand or a lease."""
+        return tuple(self._pools)
+
+    def rows_by_class(self, digest: str) -> Mapping[Priority, int]:
+        """Return the rows of all demands for a version, waiting and in flight."""
+        pool = self._pools.get(digest)
+        return {} if pool is None else pool.rows_by_class
 
     def by_kind(self) -> dict[str, int]:
         """Return the slots that are leased, those that are held, and the rows that want one."""

@@ -371,6 +371,7 @@ class WorkerAgent:
             versions=self._records(),
             memory_free_bytes=self._ledger.free_bytes,
             devices=identity.devices,
+            cost_per_hour=identity.cost_per_hour,
         )
 
     def _records(self) -> tuple[LoadedVersion, ...]:

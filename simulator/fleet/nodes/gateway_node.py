@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypedDict
 
 from fairway.v1 import inference_pb2
@@ -39,6 +40,7 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.core.scaling import Scaled
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
@@ -74,7 +76,7 @@ from services.ports.store import Entry, Store
 from services.ports.worker import WorkerClient
 from services.rpc.convert.slis import report_from_proto, report_to_proto
 from services.rpc.status import by_reason
-from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.informer import Informer, Versioned
 from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import issue_ticket
 from services.runtime.telemetry.metrics import Metrics
@@ -228,6 +230,7 @@ class GatewayNode:
             clock,
             texts=LocalTexts(Executor(), clock),
             splits=self.make_splits(),
+            scaled=_Unscaled(),
         )
         catalog.gateway = self.name
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
@@ -454,6 +457,12 @@ class _Informers:
     def synced(self) -> bool:
         followed = self.deployments.synced and self.workers.synced
         return followed and self.tenants.synced and self.keys.synced and self.routes.synced
+
+
+class _Unscaled:
+    """Implements ``RecordView``: no simulated deployment has scaling bounds."""
+
+    view: Mapping[str, Versioned[Scaled]] = MappingProxyType({})
 
 
 class _BundledFiles:

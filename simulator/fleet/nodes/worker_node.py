@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from services.core.estimates.cost_model import slowed
 from services.core.fixed_cost.rows import RowSpec
 from services.core.fleet import SequenceUsage
 from services.core.generation import NotAdmittedReason, StartSpec
@@ -14,7 +15,7 @@ from services.worker.detokenizer import Detokenizer
 from services.worker.streams.admission import FallbackAdmission
 from services.worker.streams.charges import DeviceKind, DeviceTime, Key, Tally
 from services.worker.streams.host import SequenceHost
-from simulator.engine.cost_model import cost_model, slowed
+from simulator.engine.cost_model import cost_model
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.fleet.clients.client import EOS_ID, output_length

@@ -33,6 +33,7 @@ from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, served
+from tests.support.scaling import NoScaling
 from tests.support.slis import Measurements, NoSlis
 from tests.support.usage_ledgers import NoUsage
 
@@ -48,7 +49,9 @@ class Servicer(ControlPlaneServicer):
         service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
         slis = SliListing(measured.store, NoSlis())
         audit = AuditReader(store, MemoryLedger())
-        super().__init__(service, store, queues, NoUsage(), slis, audit=audit, require_current=lambda _: None)
+        super().__init__(
+            service, store, queues, NoUsage(), slis, NoScaling(), audit=audit, require_current=lambda _: None
+        )
         self.lost: dict[str, int] = {}
         self.frozen = False
         self.held = 0

@@ -39,6 +39,7 @@ from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, ScriptedUsage, TurnedClock
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN
+from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
 
 
@@ -82,6 +83,7 @@ async def plane() -> AsyncIterator[Plane]:
                     queues,
                     usage,
                     NoSlis(),
+                    NoScaling(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),

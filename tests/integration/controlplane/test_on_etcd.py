@@ -71,6 +71,7 @@ from tests.integration.scheduler_fleet import (
     place_spec,
 )
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
 from tests.support.usage_ledgers import NoUsage
 
@@ -139,6 +140,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
                     queues,
                     NoUsage(),
                     NoSlis(),
+                    NoScaling(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=lambda _: None,
                 ),

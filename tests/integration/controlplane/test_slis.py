@@ -34,6 +34,7 @@ from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
+from tests.support.scaling import NoScaling
 from tests.support.slis import DIGEST, Measurements, key_of, sums_of
 from tests.support.usage_ledgers import NoUsage
 
@@ -60,6 +61,7 @@ class OnePlane:
             self.queues,
             NoUsage(),
             listing,
+            NoScaling(),
             audit=AuditReader(store, MemoryLedger()),
             require_current=lambda _: None,
         )

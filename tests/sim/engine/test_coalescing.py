@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from services.core.estimates.cost_model import CostModel
 from services.core.prefix import prefix_chain
 from services.worker import engine_protocol as wire
 from services.worker.engine.step_meter import REPORT_S
-from simulator.engine.cost_model import CostModel
 from simulator.engine.sim_engine import SimEngine, SimEngineSpec
 from simulator.engine.tokens import output_tokens
 from simulator.kernel.loop import VirtualTimeLoop, run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.estimates.cost_model import PRESETS, CostModel, decode, encode
 from services.worker.engine.core import Engine
 from services.worker.engine_protocol import EngineConfig
 from simulator.engine.calibrate import (
@@ -22,7 +23,6 @@ from simulator.engine.calibrate import (
     measure,
     read_counters,
 )
-from simulator.engine.cost_model import PRESETS, CostModel, decode, encode
 from tests.support.submits import make_submit
 
 TRUE = CostModel("true", 0.004, 0.00012, 0.0003, 0.0000009)

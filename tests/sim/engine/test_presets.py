@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from simulator.engine.cost_model import (
+from services.core.estimates.cost_model import (
     DEVICES,
     LLAMA_3_70B,
     PRESETS,
     CostModel,
     ModelShape,
-    cost_model,
     derive,
     encode,
     span_tokens,
 )
+from simulator.engine.cost_model import cost_model
 
 # From the model's own config.json.
 LLAMA_2_7B = ModelShape(6.61e9, 0.131e9, layers=32, heads=32, kv_heads=32, head_dim=128)

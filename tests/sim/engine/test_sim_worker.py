@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from services.adapters.memory.store import MemoryStore
+from services.core.estimates.cost_model import PRESETS
 from services.core.generation import (
     FinishReason,
     GenerationSpec,
@@ -21,7 +22,6 @@ from services.core.generation import (
 )
 from services.core.records import ASSIGNMENTS, WORKERS, VersionState, Worker, dump, load
 from services.ports.store import Put
-from simulator.engine.cost_model import PRESETS
 from simulator.engine.sim_engine import SimEngineSpec
 from simulator.engine.sim_worker import SimVersion, SimWorker, SimWorkerSpec
 from simulator.engine.tokens import output_tokens

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from services.core.estimates.cost_model import PRESETS
 from services.worker import engine_protocol as wire
-from simulator.engine.cost_model import PRESETS
 from simulator.engine.sim_engine import SimEngineSpec
 from tests.sim.engine.test_coalescing import Told, play
 from tests.support.submits import make_submit

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from services.core.estimates.cost_model import CostModel
 from services.worker.engine.plan.block_manager import OutOfBlocks
-from simulator.engine.cost_model import CostModel
 from simulator.engine.sim_engine import SimKvPool
 from simulator.handoff import map as handoff_map
 from simulator.handoff.world import HandoffOutcome, HandoffSpec, HandoffWorld, Link

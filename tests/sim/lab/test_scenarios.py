@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from simulator.engine.cost_model import PRESETS
 from simulator.lab import scenarios
 from simulator.lab.report.report import LabReport
 from simulator.lab.runner import run
-from simulator.lab.scenario import Options, ScenarioError, requests_per_s
+from simulator.lab.scenario import Options, ScenarioError
 
 NAMES = (
     "burst", "diurnal", "failover", "flapping-worker", "long-prompts", "network-cuts", "shared-prefixes",
@@ -113,20 +112,3 @@ def test_loads_are_the_same_at_each_call_and_sized_by_the_options() -> None:
     double = scenarios.load("steady", replace(Options(), load_ratio=1.4))
     single = scenarios.load("steady", replace(Options(), load_ratio=0.7))
     assert len(list(double.load())) == pytest.approx(2 * len(list(single.load())), rel=0.1)
-
-
-def test_capacity_is_bound_by_the_kv_that_fits() -> None:
-    model = PRESETS["a100"]
-
-    def capacity(kv_tokens: int, prompt_tokens: float = 1000.0) -> float:
-        return requests_per_s(
-            model, prompt_tokens=prompt_tokens, output_tokens=200.0, kv_tokens=kv_tokens, max_sequences=256
-        )
-
-    assert capacity(2400) < capacity(24_000) < capacity(240_000)
-    assert capacity(240_000, 4000.0) < capacity(240_000)
-    with pytest.raises(ValueError, match="do not fit"):
-        capacity(1000)
-    # One sequence at a time: its steps, each with a share of the next one's prompt.
-    alone = 1 / (200 * model.step_s(5, 1, 1100, 2500))
-    assert capacity(1200) == pytest.approx(alone)

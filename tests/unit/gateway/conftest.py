@@ -182,6 +182,7 @@ class Fleet:
     workers: View
     files: LocalFiles
     routes: View
+    scaled: View
     catalog: ModelCatalog
     identity: KeyDirectory
     clock: FakeClock
@@ -195,6 +196,7 @@ class Fleet:
 @pytest.fixture
 def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) -> Fleet:
     keys, tenants, deployments, workers, routes = View(), View(), View(), View(), View()
+    scaled = View()
     files = LocalFiles(model_folder)
     found = Fleet(
         keys,
@@ -203,6 +205,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
         workers,
         files,
         routes,
+        scaled,
         ModelCatalog(
             deployments,
             workers,
@@ -210,6 +213,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
             clock,
             texts=LocalTexts(executor, clock),
             splits=Splits(routes),
+            scaled=scaled,
             aliases={"org/Chat-Small": "chat-small", "org/Gone": "gone"},
         ),
         KeyDirectory(keys, tenants, clock),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.core.errors import (
 from services.core.limits import Price
 from services.core.records import (
     DEPLOYMENTS,
+    SCALED,
     WORKERS,
     Deployment,
     LoadedVersion,
@@ -28,8 +30,9 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.core.scaling import Scaled, Scaling
 from services.gateway import catalog as module
-from services.gateway.catalog import ModelCatalog, PinnedVersion
+from services.gateway.catalog import ModelCatalog, PinnedVersion, Waking
 from services.gateway.splits import Splits
 from simulator.fleet.nodes.gateway_node import LocalTexts
 from tests.support.waiting import until
@@ -89,6 +92,7 @@ def test_the_class_batch_has_a_price_of_its_own(fleet: Any, executor: ThreadPool
         fleet.clock,
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
+        scaled=fleet.scaled,
         batch_price_ratio=0.5,
     )
     assert catalog.price("chat-small", Priority.STANDARD) == price
@@ -287,6 +291,7 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
         fleet.clock,
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
+        scaled=fleet.scaled,
     )
     catalog.resolve("chat-small")
     with pytest.raises(IntegrityError):
@@ -313,3 +318,60 @@ async def test_loaded_models_and_remembered_versions_are_bounded(
     fleet.catalog.check_integrity()
     with pytest.raises(FairwayError):
         await fleet.catalog.text_model("sha256:" + "ab" * 32)
+
+
+def scaled(fleet: Any, scaling: Scaling, decided: Scaled | None) -> None:
+    """Give chat-small bounds and a decision, without any replica."""
+    deployment = replace(
+        fleet.deployments.view[DEPLOYMENTS + "chat-small"].record, replicas=1, scaling=scaling
+    )
+    fleet.deployments.put(DEPLOYMENTS + "chat-small", deployment)
+    fleet.workers.records = {}
+    if decided is not None:
+        fleet.scaled.put(SCALED + "chat-small", decided)
+
+
+def test_a_deployment_that_its_load_may_start_is_servable_at_zero(fleet: Any) -> None:
+    assert fleet.catalog.waking("chat-small") is None
+    scaled(fleet, Scaling(0, 2), Scaled("chat-small", 0, start_s=20.0))
+    route = fleet.catalog.resolve("chat-small")
+    assert (route.deployment.replicas, route.ready_replicas) == (0, 0)
+    fleet.catalog.require_servable(route)
+    assert fleet.catalog.waking("chat-small") == Waking(70.0)
+    fleet.ready()
+    assert fleet.catalog.waking("chat-small") is None, "a replica serves"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "decided", "cause"),
+    [
+        (
+            Scaling(0, 2),
+            Scaled("chat-small", 0, failure="no tensor x", failed_wakes=1, retry_unix_s=1e12),
+            "START_FAILED",
+        ),
+        (Scaling(0, 2, override_replicas=0), Scaled("chat-small", 0), "NO_REPLICAS"),
+        (Scaling(1, 2, override_replicas=0), Scaled("chat-small", 0), "NO_REPLICAS"),
+        (Scaling(0, 2, frozen=True), Scaled("chat-small", 0), "NO_REPLICAS"),
+    ],
+)
+def test_a_deployment_that_nothing_starts_is_refused_with_the_cause(
+    fleet: Any, scaling: Scaling, decided: Scaled, cause: str
+) -> None:
+    scaled(fleet, scaling, decided)
+    with pytest.raises(NoWorkerAvailable) as caught:
+        fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
+    assert caught.value.metadata["cause"] == cause
+
+
+def test_the_next_start_is_awaited_once_its_time_has_come(fleet: Any) -> None:
+    failed = Scaled("chat-small", 0, failure="no tensor x", failed_wakes=1, retry_unix_s=1.0)
+    scaled(fleet, Scaling(0, 2), failed)
+    fleet.catalog.require_servable(fleet.catalog.resolve("chat-small"))
+
+
+def test_a_decision_counts_in_place_of_the_deployments_number(fleet: Any) -> None:
+    scaled(fleet, Scaling(1, 4), None)
+    assert fleet.catalog.resolve("chat-small").deployment.replicas == 1
+    fleet.scaled.put(SCALED + "chat-small", Scaled("chat-small", 3))
+    assert fleet.catalog.resolve("chat-small").deployment.replicas == 3, "routes are made again"

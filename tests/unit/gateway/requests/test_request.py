@@ -30,6 +30,7 @@ from services.core.poison.fingerprint import fingerprint_of
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import ApiKey, KeyRole, Meta, Tenant
 from services.core.usage import RequestUsage
+from services.gateway.catalog import Waking
 from services.gateway.events import Accepted, Finished, Received
 from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.poison import PoisonGate
@@ -707,3 +708,28 @@ async def test_a_settlement_that_fails_is_no_crash_of_the_gateway() -> None:
     harness.limiter.settle = away  # type: ignore[method-assign]
     assert isinstance(await harness.run(), Finished)
     assert harness.supervisor.healthy
+
+
+async def test_a_request_of_a_deployment_at_zero_waits_for_the_first_replica() -> None:
+    harness = Harness(emit(1, ended(1)), timeout_s=60.0)
+    harness.use(replace(harness.ports, waking=lambda model: Waking(90.0) if model == "m" else None))
+    assert isinstance(await harness.run(), Finished)
+    assert 59 < harness.placement.asked[0].queue_ttl_s <= 60, "its own deadline is shorter"
+    harness = Harness(emit(1, ended(1)), timeout_s=600.0)
+    harness.use(replace(harness.ports, waking=lambda _: Waking(90.0)))
+    assert isinstance(await harness.run(), Finished)
+    assert harness.placement.asked[0].queue_ttl_s == 90.0
+
+
+async def test_a_held_request_ends_with_the_reason_why_the_start_failed() -> None:
+    harness = Harness(timeout_s=600.0)
+    harness.placement.hold.clear()
+    failures: list[errors.FairwayError | None] = [None, None, errors.NoWorkerAvailable("m: no tensor x")]
+
+    def waking(model: str) -> Waking:
+        return Waking(600.0, failures.pop(0) if len(failures) > 1 else failures[0])
+
+    harness.use(replace(harness.ports, clock=FastClock(), waking=waking))
+    end = await harness.run()
+    assert isinstance(end, errors.NoWorkerAvailable)
+    assert end.message == "m: no tensor x"

@@ -1,0 +1,207 @@
+"""The leader's decisions about replicas: read what the scheduler reports, decide, write what changed.
+
+A decision is written under the leader's fence and only for the bounds that it was made for, so two control
+planes never decide both. ``fleet_of`` reads it in place of the deployment's own number; the operator's record
+is never written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import structlog
+
+from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, replicas_of
+from services.controlplane.leading import repeat_while_leading
+from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
+from services.controlplane.scaling.policy.scaler import ScalerTuning
+from services.controlplane.telemetry import ScalingTelemetry
+from services.core.errors import FairwayError
+from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.records import DEPLOYMENTS, SCALED, Deployment, Priority, dump
+from services.core.scaling import Scaled
+from services.ports.clock import Clock
+from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.runtime.fleet_state.informer import Informer, Versioned
+from services.runtime.fleet_state.leadership import Leadership
+
+log = structlog.get_logger()
+PERIOD_S: Final = 1.0
+Loads = Callable[[], Awaitable[Mapping[str, PoolLoad]]]
+
+
+@dataclass(slots=True)
+class _Term:
+    """What the leader of one epoch has observed, by deployment."""
+
+    epoch: int
+    scalers: dict[str, DeploymentScaler] = field(default_factory=dict)
+
+
+class ScalingController:
+    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key.
+
+    ``informer`` contains everything under the root by ``fleet.decode``. ``loads`` returns the load of each
+    version, and raises FairwayError while no scheduler reports.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        informer: Informer[FleetRecord | None],
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+        *,
+        loads: Loads,
+        tuning: ScalerTuning,
+        telemetry: ScalingTelemetry,
+    ) -> None:
+        self._store = store
+        self._informer = informer
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._loads = loads
+        self._tuning = tuning
+        self._telemetry = telemetry
+        self._term = _Term(0)
+
+    async def run(self) -> None:
+        """Decide every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
+        await repeat_while_leading(
+            self._leadership, self._clock, self.round, each_s=PERIOD_S, failed="scaling.store_lost"
+        )
+
+    @property
+    def leads(self) -> bool:
+        return self._leadership.epoch is not None
+
+    def scaler(self, deployment: str) -> DeploymentScaler | None:
+        """Return what this leader observed of a deployment; None without a decision of it."""
+        return self._term.scalers.get(deployment) if self._leadership.epoch == self._term.epoch else None
+
+    async def round(self, epoch: int) -> None:
+        """Decide once for every deployment with bounds."""
+        if not self._informer.synced:
+            return
+        if self._term.epoch != epoch:
+            self._term = _Term(epoch)
+        view = self._informer.view
+        scaled = [
+            (held.record, held.mod_revision)
+            for key, held in sorted(view.items())
+            if isinstance(held.record, Deployment) and held.record.scaling is not None
+        ]
+        names = {deployment.meta.name for deployment, _ in scaled}
+        for name in [name for name in self._term.scalers if name not in names]:
+            del self._term.scalers[name]
+        await self._drop_unwanted(view, names, epoch)
+        if not scaled:
+            return
+        loads = await self._observed()
+        fleet = fleet_of(held.record for held in view.values())
+        found = [
+            (self._decide(deployment, view, fleet, loads, epoch), revision) for deployment, revision in scaled
+        ]
+        self._telemetry.replicas((one.deployment, one.replicas) for one, _ in found)
+        for decision, revision in found:
+            await self._write(decision, view.get(SCALED + decision.deployment), revision, epoch)
+
+    def _decide(
+        self,
+        deployment: Deployment,
+        view: Mapping[str, Versioned[Any]],
+        fleet: Fleet,
+        loads: Mapping[str, PoolLoad] | None,
+        epoch: int,
+    ) -> Scaled:
+        name = deployment.meta.name
+        scaler = self._term.scalers.setdefault(name, DeploymentScaler(self._tuning))
+        held = view.get(SCALED + name)
+        replicas = replicas_of(fleet, name)
+        arms = [arm for one in fleet.routes if one.route.deployment == name for arm in one.route.arms]
+        digests = dict.fromkeys(
+            (
+                deployment.version_digest,
+                *(one.assigned.version_digest for one in replicas),
+                *(arm.version_digest for arm in arms),
+            )
+        )
+        situation = Situation(
+            deployment,
+            None if held is None else held.record,
+            {(one.worker_id, one.assigned.version_digest): one.loaded for one in replicas},
+            None if loads is None else merged([loads[one] for one in digests if one in loads]),
+            epoch,
+            self._clock.unix_s(),
+            self._clock.monotonic_s(),
+            replica_cost=replica_cost(deployment, fleet.workers),
+            in_rollout=bool(arms),
+        )
+        return scaler.decide(situation)
+
+    async def _observed(self) -> Mapping[str, PoolLoad] | None:
+        try:
+            return await self._loads()
+        except FairwayError as error:
+            log.info("scaling.unobserved", error=error.message)
+            return None
+
+    async def _write(
+        self, decision: Scaled, held: Versioned[Any] | None, deployment_revision: int, epoch: int
+    ) -> None:
+        before = None if held is None else held.record
+        if decision == before or self._leadership.epoch != epoch:
+            return
+        name = decision.deployment
+        done = await self._store.commit(
+            [Put(SCALED + name, dump(decision))],
+            [
+                CreateRevisionIs(self._leader_key, epoch),
+                ModRevisionIs(SCALED + name, 0 if held is None else held.mod_revision),
+                ModRevisionIs(DEPLOYMENTS + name, deployment_revision),
+            ],
+        )
+        if isinstance(done, Committed):
+            signal = decision.reasons[0].signal if decision.reasons else ""
+            self._telemetry.decided(signal)
+            log.info("scaling.decided", deployment=name, replicas=decision.replicas, signal=signal)
+        else:  # deposed, or the view is old
+            log.info("scaling.refused", deployment=name, epoch=epoch)
+
+    async def _drop_unwanted(
+        self, view: Mapping[str, Versioned[Any]], names: Iterable[str], epoch: int
+    ) -> None:
+        """Delete the decisions about deployments without bounds."""
+        wanted = {SCALED + name for name in names}
+        for key, held in view.items():
+            if isinstance(held.record, Scaled) and key not in wanted:
+                fence = CreateRevisionIs(self._leader_key, epoch)
+                unchanged = ModRevisionIs(key, held.mod_revision)
+                # An operator who gives it bounds at this moment finds no decision, and a new one is made.
+                await self._store.commit([Delete(key)], [fence, unchanged])
+
+
+def merged(loads: Iterable[PoolLoad]) -> PoolLoad:
+    """Return the load of several versions as one: the first's rate and request, the sum of the rest."""
+    found = list(loads)
+    if not found:
+        return PoolLoad(())
+    classes: dict[Priority, ClassLoad] = {}
+    for one in (one for load in found for one in load.classes):
+        other = classes.get(one.priority, ClassLoad(one.priority))
+        classes[one.priority] = ClassLoad(
+            one.priority,
+            min(one.target_s, other.target_s),
+            one.waiting + other.waiting,
+            one.arrived + other.arrived,
+        )
+    return replace(
+        found[0],
+        classes=tuple(classes.values()),
+        rate=next((one.rate for one in found if one.rate), None),
+        held=sum(one.held for one in found),
+    )

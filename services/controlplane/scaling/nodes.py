@@ -1,0 +1,177 @@
+"""Orders and releases nodes while leading: each order is stored under its id before the provider is called.
+
+So a leader that dies between the two is followed by one that places the same order again, and a provider that
+fails, is slow or forgets gets the same id until the order has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, readable
+from services.controlplane.leading import repeat_while_leading
+from services.controlplane.resources.status import unplaced_in
+from services.controlplane.scaling.policy.nodes import (
+    Need,
+    NodeLimits,
+    NodePlan,
+    NodeSituation,
+    plan_nodes,
+)
+from services.controlplane.telemetry import NodeTelemetry
+from services.core.backoff import Backoff
+from services.core.errors import Unavailable
+from services.core.records import NODE_ORDERS, NODES, Node, dump
+from services.core.scaling import NodeOrder, OrderState
+from services.ports.clock import Clock
+from services.ports.nodes import NodeProvider
+from services.ports.store import Committed, Condition, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.runtime.fleet_state.informer import Informer
+from services.runtime.fleet_state.leadership import Leadership
+
+log = structlog.get_logger()
+PERIOD_S: Final = 2.0
+NODE_TYPE_LABEL: Final = "node-type"  # key of a deployment's selector that an order is made with
+ZONE_LABEL: Final = "zone"
+
+
+class NodeController:
+    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+
+    def __init__(
+        self,
+        store: Store,
+        informer: Informer[FleetRecord | None],
+        leadership: Leadership,
+        leader_key: str,
+        clock: Clock,
+        *,
+        provider: NodeProvider,
+        limits: NodeLimits,
+        new_id: Callable[[], str],
+        telemetry: NodeTelemetry,
+    ) -> None:
+        self._store = store
+        self._informer = informer
+        self._leadership = leadership
+        self._leader_key = leader_key
+        self._clock = clock
+        self._provider = provider
+        self._limits = limits
+        self._new_id = new_id
+        self._telemetry = telemetry
+        self._idle_since_s: dict[str, float] = {}
+        self._backoff = Backoff(PERIOD_S, 300.0)
+        self._failures, self._next_s = 0, 0.0
+
+    async def run(self) -> None:
+        """Make a round every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
+        await repeat_while_leading(
+            self._leadership, self._clock, self.round, each_s=PERIOD_S, failed="nodes.store_lost"
+        )
+
+    async def round(self, epoch: int) -> None:
+        """Follow the orders and make or end some. A provider that fails is asked again later."""
+        now_s = self._clock.monotonic_s()
+        if not self._informer.synced or now_s < self._next_s:
+            return
+        fence = CreateRevisionIs(self._leader_key, epoch)
+        try:
+            await self._round(fence, now_s)
+            self._failures = 0
+        except Unavailable as error:
+            self._failures += 1
+            self._next_s = self._clock.monotonic_s() + self._backoff.longest_s(self._failures - 1)
+            log.warning("nodes.provider_failed", error=error.message, failures=self._failures)
+        self._telemetry.provider_failing(self._failures)
+
+    async def _round(self, fence: Condition, now_s: float) -> None:
+        listing = await self._store.list(NODE_ORDERS)
+        revisions = {entry.key.removeprefix(NODE_ORDERS): entry.mod_revision for entry in listing.entries}
+        orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
+        fleet = fleet_of(held.record for held in self._informer.view.values())
+        self._observe_idle(fleet, now_s)
+        needs = _needs(fleet)
+        if not needs and all(one.ended for one in orders):
+            self._telemetry.orders(orders)
+            return  # nothing is asked of a provider that has nothing to do
+        plan = plan_nodes(
+            NodeSituation(
+                orders,
+                await self._provider.list(),
+                {worker.worker_id for worker in fleet.workers},
+                self._idle_since_s,
+                needs,
+                self._clock.unix_s(),
+                now_s,
+            ),
+            self._limits,
+            self._new_id(),
+        )
+        stored = [one for one in plan.stored if await self._store_order(one, revisions, fence)]
+        for name in plan.forgotten:
+            await self._store.commit(
+                [Delete(NODE_ORDERS + name)], [fence, ModRevisionIs(NODE_ORDERS + name, revisions[name])]
+            )
+        await self._drain(orders, stored, fence)
+        if len(stored) == len(plan.stored):  # otherwise deposed, and the successor calls
+            await self._call(plan, fence)
+        changed = {one.order_id: one for one in stored}
+        self._telemetry.orders([*(changed.pop(one.order_id, one) for one in orders), *changed.values()])
+
+    async def _call(self, plan: NodePlan, fence: Condition) -> None:
+        for order in plan.placed:
+            log.info("nodes.ordered", order=order.order_id, type=order.node_type, zone=order.zone)
+            await self._provider.order(order.order_id, order.node_type, order.zone)
+        for order in plan.released:
+            if order.node:
+                await self._provider.release(order.node)
+            log.info("nodes.released", order=order.order_id, node=order.node)
+            if order.state is OrderState.FAILED:
+                continue
+            ended = replace(order, state=OrderState.RELEASED, ended_unix_s=self._clock.unix_s())
+            await self._store.commit(
+                [Put(NODE_ORDERS + order.order_id, dump(ended)), Delete(NODES + order.node)], [fence]
+            )
+
+    async def _store_order(self, order: NodeOrder, revisions: dict[str, int], fence: Condition) -> bool:
+        key = NODE_ORDERS + order.order_id
+        unchanged = ModRevisionIs(key, revisions.get(order.order_id, 0))
+        return isinstance(await self._store.commit([Put(key, dump(order))], [fence, unchanged]), Committed)
+
+    async def _drain(self, before: list[NodeOrder], stored: list[NodeOrder], fence: Condition) -> None:
+        """Drain the nodes that leave from now on, and let those work that stay after all."""
+        was = {one.order_id: one.state for one in before}
+        for order in stored:
+            leaves, left = order.state is OrderState.LEAVING, was.get(order.order_id) is OrderState.LEAVING
+            if order.node and leaves != left and order.state in (OrderState.LEAVING, OrderState.RUNNING):
+                entry = await self._store.get(NODES + order.node)
+                node = (readable(entry, Node) if entry is not None else None) or Node(order.node)
+                changed = replace(node, cordoned=leaves, draining=leaves)
+                unchanged = ModRevisionIs(NODES + order.node, 0 if entry is None else entry.mod_revision)
+                await self._store.commit([Put(NODES + order.node, dump(changed))], [fence, unchanged])
+
+    def _observe_idle(self, fleet: Fleet, now_s: float) -> None:
+        """Keep since when each live worker has had neither an assignment nor a version."""
+        busy = {one.worker_id for one in fleet.assignments if one.versions}
+        idle = {one.worker_id for one in fleet.workers if not one.versions and one.worker_id not in busy}
+        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
+
+
+def _needs(fleet: Fleet) -> list[Need]:
+    """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
+    unplaced = unplaced_in(fleet)
+    return [
+        Need(
+            one.meta.name,
+            unplaced[one.meta.name].missing,
+            one.node_selector.get(NODE_TYPE_LABEL, ""),
+            one.node_selector.get(ZONE_LABEL, ""),
+        )
+        for one in fleet.deployments
+        if one.meta.name in unplaced and not one.tenant
+    ]

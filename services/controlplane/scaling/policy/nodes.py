@@ -1,0 +1,132 @@
+"""Which nodes are ordered and released. Pure: times are arguments.
+
+A node is ordered for replicas that no present node can take, one order for each that is missing, less the
+orders whose nodes have not arrived and the ordered nodes that are empty: what an empty node did not help,
+another one does not help either. An order without a node after its time has failed, and the next is made
+after a time that doubles with each failure in a row. A node that has had no assignment for a while leaves: it
+is drained, and released once it is empty. It stays if it is needed again before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from services.core.backoff import Backoff
+from services.core.scaling import NodeOrder, OrderState
+from services.ports.nodes import ProvidedNode
+
+MAX_KEPT: Final = 64  # ended orders that are kept
+_RETRY: Final = Backoff(30.0, 1800.0)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    most: int = 16  # nodes of the provider at once
+    order_s: float = 600.0  # time from an order until its worker registers
+    idle_s: float = 600.0  # time without an assignment until a node leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Replicas that no present node can take."""
+
+    deployment: str
+    missing: int
+    node_type: str = ""
+    zone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSituation:
+    orders: Sequence[NodeOrder]
+    provided: Sequence[ProvidedNode]  # as the provider lists them
+    live: Collection[str]  # registered workers
+    idle_since_s: Mapping[str, float]  # live workers without an assignment
+    needs: Sequence[Need]
+    unix_s: float
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """Orders to store as they are now; ``forgotten`` are deleted. Calls to the provider follow from these."""
+
+    stored: tuple[NodeOrder, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    placed: tuple[NodeOrder, ...] = ()  # orders that the provider does not list, to be placed
+    released: tuple[NodeOrder, ...] = ()  # orders whose nodes are empty, to be given back
+
+
+def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
+    """Return what changes. ``new_id`` is the id of the order that may be made: one in a round."""
+    listed = {one.order_id: one.node for one in now.provided}
+    after = {one.order_id: _followed(one, listed, now, limits) for one in now.orders}
+    needed = max((one.missing for one in now.needs), default=0)
+    open_ = [one for one in after.values() if one.state is OrderState.ORDERED]
+    running = [one for one in after.values() if one.state is OrderState.RUNNING]
+    empty = [one for one in running if one.node in now.idle_since_s]
+    left = needed - len(open_) - len(empty)
+    for one in sorted(after.values(), key=lambda one: one.order_id):
+        if left > 0 and one.state is OrderState.LEAVING and one.node in now.live:
+            after[one.order_id] = replace(one, state=OrderState.RUNNING)
+            left -= 1
+    present = sum(not one.ended for one in after.values())
+    if left > 0 and present < limits.most and now.unix_s >= _next_unix_s(now.orders):
+        need = max(now.needs, key=lambda one: one.missing)
+        after[new_id] = NodeOrder(new_id, now.unix_s, need.node_type, need.zone, reason=need.deployment)
+    elif not needed:
+        for one in empty:
+            if now.now_s - now.idle_since_s[one.node] >= limits.idle_s:
+                after[one.order_id] = replace(one, state=OrderState.LEAVING)
+    before = {one.order_id: one for one in now.orders}
+    ended = sorted((one for one in after.values() if one.ended), key=lambda one: -one.ended_unix_s)
+    forgotten = tuple(one.order_id for one in ended[MAX_KEPT:])
+    unlisted = [one for one in after.values() if one.order_id not in listed]
+    return NodePlan(
+        tuple(one for key, one in after.items() if before.get(key) != one and key not in forgotten),
+        forgotten,
+        tuple(one for one in unlisted if one.state is OrderState.ORDERED),
+        tuple(one for one in after.values() if _is_over(one, listed, now)),
+    )
+
+
+def _is_over(order: NodeOrder, listed: Mapping[str, str], now: NodeSituation) -> bool:
+    """Whether the provider is to take the order's node back."""
+    if order.state is OrderState.FAILED:
+        return order.order_id in listed
+    return order.state is OrderState.LEAVING and (
+        order.node in now.idle_since_s or order.node not in now.live
+    )
+
+
+def _followed(
+    order: NodeOrder, listed: Mapping[str, str], now: NodeSituation, limits: NodeLimits
+) -> NodeOrder:
+    """Return the order as it is now, from what the provider lists and which workers live."""
+    node = listed.get(order.order_id, order.node)
+    if order.state is OrderState.ORDERED:
+        if node in now.live and order.order_id in listed:
+            return replace(order, node=node, state=OrderState.RUNNING)
+        if now.unix_s - order.ordered_unix_s >= limits.order_s:
+            where = f"its node {node} did not register" if node else "the provider lists no node for it"
+            reason = f"no node within {limits.order_s:g} s: {where}"
+            return replace(order, node=node, state=OrderState.FAILED, ended_unix_s=now.unix_s, reason=reason)
+        return replace(order, node=node)
+    if order.state is OrderState.RUNNING and order.order_id not in listed and order.node not in now.live:
+        reason = "the provider took its node away"
+        return replace(order, state=OrderState.FAILED, ended_unix_s=now.unix_s, reason=reason)
+    return order
+
+
+def _next_unix_s(orders: Sequence[NodeOrder]) -> float:
+    """Return when the next order may be made: after failures in a row, later each time."""
+    failures, last_s = 0, 0.0
+    for one in sorted(orders, key=lambda one: -one.ordered_unix_s):
+        if one.state is not OrderState.FAILED:
+            break
+        failures, last_s = failures + 1, max(last_s, one.ended_unix_s)
+    if not failures:
+        return 0.0
+    return last_s + _RETRY.longest_s(failures - 1)

@@ -1,0 +1,157 @@
+"""What one replica serves, and how many replicas a load needs. Planner and scaler use the same functions.
+
+Let requests prefill P tokens and produce O each, and let n sequences decode together. A step of s seconds
+yields n tokens and prefills n * P / O, so a replica serves r = n / (O * s) requests per second.
+With the terms of ``CostModel``,
+
+    s(n) = base + max(weight_read, n * (P / O * prefill + decode))
+         + n * A * attended + n * P / O * B * prefill_attended
+
+where A is the KV that a decode reads and B the tokens before a prefilled one. r grows with n; the KV, the
+number of sequences and the target of the gap between tokens bound n. Prefill and decode are terms of one
+step: neither is planned as if it had the device to itself, and no share of the device is counted twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from services.core.estimates.cost_model import CostModel
+
+MAX_SEQUENCES: Final = 256  # sequences of one engine, unless its settings state another number
+_SATURATED_RATIO: Final = 0.9  # share of the asymptotic rate from which the computation bounds, not n
+
+
+class Bound(StrEnum):
+    """What keeps a replica from serving more."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    KV = "kv"
+    ITL = "itl"
+    SEQUENCES = "sequences"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMix:
+    """Means over the requests of a load, in tokens."""
+
+    prefill_tokens: float  # prompt tokens that no cache has
+    output_tokens: float
+    attended_tokens: float  # KV that one decode reads, a mean over output tokens
+    held_tokens: float  # KV that a sequence reserves, a mean over time
+    before_tokens: float  # tokens before a prefilled one
+    work_ratio: float = 1.0  # mean square of a request's tokens over their squared mean: 1 if all are equal
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that the mean request computes."""
+        return self.prefill_tokens + self.output_tokens
+
+
+def mix_of(requests: Iterable[tuple[int, int, int]]) -> RequestMix:
+    """Return the means of (prompt, cached prompt, output) tokens. Raises ValueError if none has output."""
+    count = prefill = output = attended = held = before = squares = 0.0
+    for prompt, cached, produced in requests:
+        fresh = prompt - cached
+        count += 1
+        prefill += fresh
+        output += produced
+        attended += produced * (prompt + produced / 2)
+        held += produced * (prompt + produced)
+        before += fresh * (cached + fresh / 2)
+        squares += (fresh + produced) ** 2
+    if not output:
+        raise ValueError("a load needs requests that produce tokens")
+    return RequestMix(
+        prefill / count,
+        output / count,
+        attended / output,
+        held / output,
+        before / prefill if prefill else 0.0,
+        squares * count / (prefill + output) ** 2,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCapacity:
+    """The highest steady rate of one replica, and what bounds it."""
+
+    requests_per_s: float
+    sequences: float  # sequences that decode together at that rate
+    step_s: float
+    prefill_ratio: float  # share of a step that prefills
+    bound: Bound
+
+    def tokens_per_s(self, mix: RequestMix) -> float:
+        """Return the rate in prompt and output tokens."""
+        return self.requests_per_s * mix.tokens
+
+    def service_s(self, mix: RequestMix) -> float:
+        """Return the seconds from the first to the last token of the mean request at that rate."""
+        return mix.output_tokens * self.step_s
+
+
+def capacity_of(
+    costs: CostModel, mix: RequestMix, *, itl_target_s: float = math.inf, max_sequences: int = MAX_SEQUENCES
+) -> ReplicaCapacity | None:
+    """Return what one replica serves, None where its KV holds no request or no step meets the target."""
+    per_output = mix.prefill_tokens / mix.output_tokens
+    prefill_s = per_output * (costs.prefill_token_s + mix.before_tokens * costs.prefill_attended_token_s)
+    decode_s = costs.decode_sequence_s + mix.attended_tokens * costs.attended_token_s
+    linear_s = per_output * costs.prefill_token_s + costs.decode_sequence_s
+
+    def step_s(sequences: float) -> float:
+        hidden_s = max(0.0, costs.weight_read_s - sequences * linear_s)
+        return costs.base_s + hidden_s + sequences * (prefill_s + decode_s)
+
+    kv = costs.kv_memory_bytes / costs.kv_bytes_per_token / mix.held_tokens
+    by_target = _largest(step_s, itl_target_s, float(max_sequences))
+    sequences = min(kv, by_target, float(max_sequences))
+    if sequences < 1.0:
+        return None
+    found_s = step_s(sequences)
+    rate = sequences / (mix.output_tokens * found_s)
+    prefill_ratio = sequences * prefill_s / found_s
+    if sequences * (prefill_s + decode_s) >= _SATURATED_RATIO * found_s:
+        bound = Bound.PREFILL if prefill_s > decode_s else Bound.DECODE
+    elif sequences == kv:
+        bound = Bound.KV
+    else:
+        bound = Bound.ITL if sequences == by_target < max_sequences else Bound.SEQUENCES
+    return ReplicaCapacity(rate, sequences, found_s, prefill_ratio, bound)
+
+
+def _largest(step_s: Callable[[float], float], target_s: float, most: float) -> float:
+    """Return the most sequences whose step takes at most ``target_s``. A step never shortens with more."""
+    if step_s(most) <= target_s:
+        return most
+    low, high = 0.0, most
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if step_s(middle) <= target_s else (low, middle)
+    return low
+
+
+def spare_replicas(
+    load_replicas: float, work_s: float, absorb_s: float, *, burst_ratio: float = 1.0, z: float = 2.33
+) -> float:
+    """Return the headroom for arrivals that vary around their rate, in replicas.
+
+    ``load_replicas`` of work arrive per second in requests of ``work_s`` replica-seconds each, independently
+    (or with ``burst_ratio`` times the variance), and what arrives within ``absorb_s`` is served in time. Work
+    within that time has the standard deviation sqrt(load * work * absorb); ``z`` of them are kept free, the
+    square-root rule of Halfin and Whitt, Heavy-traffic limits for queues with many exponential servers, 1981.
+    """
+    return z * math.sqrt(load_replicas * work_s * burst_ratio / absorb_s)
+
+
+def with_zones(replicas: float, zones: int) -> int:
+    """Return how many replicas, equal in each zone, leave ``replicas`` when one of ``zones`` is lost."""
+    if zones < 2:
+        return math.ceil(replicas - 1e-9)
+    return zones * math.ceil(replicas / (zones - 1) - 1e-9)

@@ -1,0 +1,32 @@
+"""Load of a pool as the leading scheduler reports it, and as the scaler reads it.
+
+Work is counted in units of the pool: tokens of prompts and outputs, or rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from services.core.records import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """Requests of one class at one pool. ``target_s``: time to first token that they are served for."""
+
+    priority: Priority
+    target_s: float = math.inf
+    waiting: float = 0.0  # work in the queue
+    arrived: float = 0.0  # work that arrived since the reporter began; never decreases while it lasts
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """Observation of a pool. ``rate`` None: no replica has been measured."""
+
+    classes: tuple[ClassLoad, ...]
+    rate: float | None = None  # work per second of one ready replica
+    request_work: float = 1.0  # work of the mean request
+    held: int = 0  # requests that wait while no replica serves
+    reporter: int = 0  # epoch of the leader that counted; another one begins its counts anew
