@@ -156,6 +156,7 @@ async def run(stack: Stack) -> Drill:
         print(f"{drill.most} replicas at the peak", flush=True)
         await drill.until("to zero after the peak", is_at_zero, 120.0)
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         return drill
 
 
