@@ -158,7 +158,7 @@ class DeploymentScaler:
         self._arrived = arrived
 
     def _is_idle(self, scaling: Scaling, now_s: float) -> bool:
-        """Whether no request came for the idle time. An arrival rate fades for long, and asks for one more."""
+        """Whether no request came for the idle time. The rate of past arrivals fades too slowly."""
         idle_s = scaling.idle_s or IDLE_S
         return now_s - self._active_s >= idle_s and now_s - self._began_s >= self.tuning.settle_s
 

@@ -88,6 +88,7 @@ def test_requests_keep_the_last_replica_before_any_rate_is_measured() -> None:
 def test_the_rate_of_past_arrivals_keeps_no_replica_beyond_the_idle_time() -> None:
     plane = Plane(Scaling(0, 3, idle_s=20.0), decided=Scaled("chat", 1))
     plane.ready(1)
+    load = IDLE
     for arrived in range(0, 1500, 10):
         load = PoolLoad((ClassLoad(Priority.STANDARD, 10.0, 0.0, float(arrived)),), rate=20.0)
         assert plane.decide(load).replicas >= 1
