@@ -132,7 +132,7 @@ class DeploymentScaler:
             self.reasons, after = (_waits(before, now.unix_s),), before
         else:
             found = self._decision(now, supply, bounds)
-            if free and now.load is not None and self._is_idle(scaling, now.now_s):
+            if free and found.replicas <= 1 and now.load is not None and self._is_idle(scaling, now.now_s):
                 found = ReplicaDecision(0, (_IDLE,))
             if found.replicas and not before.replicas and bounds.pinned is None:
                 self._woken_s = now.now_s
