@@ -133,9 +133,7 @@ SCALING: Final = OptionGroup(
             float | None,
             typer.Option("--max-cost-per-hour", min=0, help="What its nodes may cost together; 0: no bound."),
         ],
-        "fixed": Annotated[
-            bool | None, typer.Option("--fixed", help="No bounds: --replicas holds again.", is_flag=True)
-        ],
+        "fixed": Annotated[bool | None, typer.Option("--fixed", help="No bounds: --replicas holds again.")],
     },
 )
 
