@@ -43,6 +43,7 @@ from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.watch import until_drained
 from fairway.client import AdminClient, FairwayError, NotFound
+from fairway.client.admin.watch import wanted_replicas
 from fairway.log_stream import LogStream
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -326,8 +327,8 @@ async def _require_room(admin: AdminClient, leaving: Sequence[str]) -> None:
         for node in nodes
     )
     deployments = await checked(admin.deployments.list(), what="cannot list the deployments")
-    if large := [one for one in deployments if one.replicas > left]:
-        needs = "; ".join(f"{one.metadata.name} has {one.replicas} replicas" for one in large)
+    if large := [one for one in deployments if wanted_replicas(one) > left]:
+        needs = "; ".join(f"{one.metadata.name} has {wanted_replicas(one)} replicas" for one in large)
         scale = " && ".join(f"fairway deployments scale {one.metadata.name} {left}" for one in large)
         raise CliError(
             "TOO_FEW_WORKERS",
