@@ -42,7 +42,7 @@ NAME: Final = "elastic"
 TOKENS: Final = 40
 WAKES: Final = 3
 CALM: Final = (0.5, 20.0)  # requests per second, seconds
-RAMP: Final = ((1.5, 20.0), (2.5, 25.0), (3.5, 25.0), (4.5, 40.0))  # a node arrives between the steps
+RAMP: Final = ((1.5, 20.0), (2.5, 25.0), (3.5, 25.0), (4.5, 75.0))  # a node arrives between the steps
 SETTINGS: Final = {
     "FAIRWAY_NULL_STEP_S": "0.05",
     "FAIRWAY_MAX_SEQUENCES": "4",
