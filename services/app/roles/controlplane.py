@@ -83,18 +83,8 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    tuning = ScalerTuning(settle_s=settings.scaling_settle_s)
-    scaling = ScalingController(
-        store,
-        fleet,
-        election,
-        key,
-        clock,
-        loads=queues.loads,
-        tuning=tuning,
-        telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
-    )
-    nodes = _open_nodes(environment, fleet, election)
+    scaling = _open_scaling(environment, fleet, election, queues)
+    _open_nodes(environment, fleet, election)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -104,9 +94,6 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
-        environment.supervisor.spawn("scaling", scaling.run())
-        if nodes is not None:
-            environment.supervisor.spawn("nodes", nodes.run())
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
@@ -117,14 +104,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("objective alerts", burning.run())
 
     servicer = ControlPlaneServicer(
-        service,
-        store,
-        queues,
-        usage,
-        sums,
-        _scaling_listing(environment, scaling),
-        audit=reader,
-        require_current=keys.require_current,
+        service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
     )
     server = environment.server(
         RpcService(
@@ -181,14 +161,12 @@ def _open_queues(environment: Environment) -> GrpcQueues:
     return queues
 
 
-def _open_nodes(
-    environment: Environment, fleet: Informer[FleetRecord | None], election: Election
-) -> NodeController | None:
-    """Return what orders nodes by the operator's command; None without one."""
+def _open_nodes(environment: Environment, fleet: Informer[FleetRecord | None], election: Election) -> None:
+    """Start what orders nodes by the operator's command, if there is one."""
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
     if not argv:
-        return None
-    return NodeController(
+        return
+    nodes = NodeController(
         environment.store,
         fleet,
         election,
@@ -199,9 +177,23 @@ def _open_nodes(
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
     )
+    environment.supervisor.spawn("nodes", nodes.run())
 
 
-def _scaling_listing(environment: Environment, controller: ScalingController) -> ScalingListing:
+def _open_scaling(
+    environment: Environment, fleet: Informer[FleetRecord | None], election: Election, queues: GrpcQueues
+) -> ScalingListing:
+    """Return the queries of what is decided about replicas from now on."""
+    controller = ScalingController(
+        environment.store,
+        fleet,
+        election,
+        leader_key("controlplane"),
+        environment.clock,
+        loads=queues.loads,
+        tuning=ScalerTuning(settle_s=environment.settings.scaling_settle_s),
+        telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+    )
     leader = GrpcScaling(
         open_directory(environment, "controlplane"),
         environment.internal_token,
@@ -209,6 +201,7 @@ def _scaling_listing(environment: Environment, controller: ScalingController) ->
         environment.certificates,
     )
     environment.closing.push_async_callback(leader.close)
+    environment.supervisor.spawn("scaling", controller.run())
     return ScalingListing(environment.store, controller, leader)
 
 

@@ -16,8 +16,8 @@ from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.resources.status import unplaced_in
 from services.controlplane.scaling.policy.nodes import (
-    Need,
     NodeLimits,
+    NodeNeed,
     NodePlan,
     NodeSituation,
     plan_nodes,
@@ -75,7 +75,7 @@ class NodeController:
         )
 
     async def round(self, epoch: int) -> None:
-        """Follow the orders and make or end some. A provider that fails is asked again later."""
+        """Follow the orders and make or end some. A provider that fails is called again later."""
         now_s = self._clock.monotonic_s()
         if not self._informer.synced or now_s < self._next_s:
             return
@@ -98,7 +98,7 @@ class NodeController:
         needs = _needs(fleet)
         if not needs and all(one.ended for one in orders):
             self._telemetry.orders(orders)
-            return  # nothing is asked of a provider that has nothing to do
+            return  # a provider without an order need not be called
         plan = plan_nodes(
             NodeSituation(
                 orders,
@@ -162,11 +162,11 @@ class NodeController:
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
 
 
-def _needs(fleet: Fleet) -> list[Need]:
+def _needs(fleet: Fleet) -> list[NodeNeed]:
     """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
     unplaced = unplaced_in(fleet)
     return [
-        Need(
+        NodeNeed(
             one.meta.name,
             unplaced[one.meta.name].missing,
             one.node_selector.get(NODE_TYPE_LABEL, ""),
