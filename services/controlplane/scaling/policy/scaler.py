@@ -4,18 +4,19 @@ Work is counted in units of the pool: tokens of prompts and outputs, or rows. A 
 them per second. Replicas that are ordered now serve in ``start_s`` seconds, so each signal is a prediction
 for that time:
 
-1. sustained: work of classes with a target, with headroom for how far their rate moves within ``start_s``
-2. excursion: work that arrives now, where it is far above that and is expected to last
-3. deadlines: work without a target, spread over the time that it has
-4. backlog: work that will still wait then, to be served in the time that a replica takes to start
-5. zone: enough replicas for the first class when a zone is lost
-6. burn: misses of an objective while work waits, whatever the figures above
-7. held: any request of a deployment without replicas
+1. sustained: work of classes with a target, with headroom for how far its rate moves within ``start_s``
+2. reserve: the mean of that work, and a share of it for excursions that end before a replica starts
+3. excursion: work that arrives now, where it is far above that and is expected to last
+4. deadlines: work without a target, spread over the time that it has
+5. backlog: work that will still wait then, to be served in the time that a replica takes to start
+6. zone: enough replicas for the first class when a zone is lost
+7. burn: misses of an objective while work waits, whatever the figures above
+8. held: any request of a deployment without replicas
 
 The largest wins; they are not added, since work without a target runs on the headroom. Replicas are added at
-once, and removed when no signal of the last ``settle_s`` needed them. An excursion is worth an order if those
-before it that lasted as long mostly lasted ``start_s`` longer (docs/decisions/0098). Pure: time is an argument,
-in monotonic seconds.
+once, and removed when no signal of the last ``settle_s`` needed them. An excursion is worth an order if half
+of those before it that lasted as long lasted ``start_s`` longer. Pure: time is an argument, in monotonic
+seconds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.core.estimates.capacity import ReplicaCapacity, spare_replicas
+from services.core.estimates.capacity import ReplicaCapacity
 from services.core.records import Priority
 
 
@@ -179,18 +180,19 @@ class _Arrivals:
     tuning: ScalerTuning
     counted: float = 0.0
     seen_s: float = -math.inf
-    counted_s: float = 0.0  # time that the level knows
+    counted_s: float = (
+        10.0  # time that the rates cover; the first of it, without work, damps the first counts
+    )
     fast: float = 0.0
     level: float = 0.0
     mean: float = 0.0
     ends_s: float = math.inf  # end of the window whose work is compared with what was expected
-    window_s: float = 0.0
     window: float = 0.0
     expected: float = 0.0
-    burst_ratio: float = 4.0  # variance of a window's work, by that of independent requests
+    burst_ratio: float = 4.0  # variance of a window's work above that, by that of independent requests
 
     def note(self, arrived: float, now_s: float, *, anew: bool, most: float) -> None:
-        """Count up to ``arrived``. Above ``most`` is an excursion, which the sustained rates follow that far."""
+        """Count up to ``arrived``. Of an excursion, sustained rates follow what is below ``most``."""
         past_s = now_s - self.seen_s
         if anew or arrived < self.counted or past_s == math.inf:
             self.counted, self.seen_s = arrived, now_s
@@ -208,8 +210,8 @@ class _Arrivals:
     def learn(self, request_work: float, window_s: float, now_s: float) -> None:
         """Compare a window that ended with what the level at its start let expect."""
         if now_s >= self.ends_s and self.expected > 0.0:
-            error = self.window - self.expected
-            found = min(error * error / (self.expected * request_work), 10.0 * self.burst_ratio)
+            error = max(0.0, self.window - self.expected)
+            found = min(2.0 * error * error / (self.expected * request_work), 10.0 * self.burst_ratio)
             self.burst_ratio += (found - self.burst_ratio) / 32.0
         if now_s >= self.ends_s or (self.ends_s == math.inf and self.counted_s >= self.tuning.rate_window_s):
             self.ends_s, self.window, self.expected = now_s + window_s, 0.0, self.level * window_s
@@ -217,7 +219,8 @@ class _Arrivals:
 
 @dataclass(slots=True)
 class PoolScaler:
-    """Decides for one deployment, once a second or so. A new one removes nothing for ``settle_s``."""
+    """Decides for one deployment, once a second or so. A new one removes nothing for ``settle_s``, but for the
+    replicas of a deployment that it saw idle for the whole time that this takes."""
 
     tuning: Final[ScalerTuning] = field(default_factory=ScalerTuning)
     _urgent: _Arrivals = field(init=False)
@@ -229,6 +232,7 @@ class PoolScaler:
     _peak: tuple[float, int] = (-math.inf, 0)  # time until which an excursion's replicas stay, and how many
     _began_s: float | None = None
     _busy_s: float = -math.inf
+    _arrived: float = 0.0
 
     def __post_init__(self) -> None:
         self._urgent, self._patient, self._first = (_Arrivals(self.tuning) for _ in range(3))
@@ -238,13 +242,19 @@ class PoolScaler:
         """Return the replicas that the deployment gets now."""
         if self._began_s is None:
             self._began_s = self._busy_s = now_s
-        signals = self._signals(load, supply, now_s)
-        kept = self._kept(max((one.need for one in signals), default=0.0), supply, now_s)
-        signals += self._excursion(load, supply, now_s)
+        arrived = sum(one.arrived for one in load.classes)
+        if load.held or arrived != self._arrived or any(one.waiting or one.due for one in load.classes):
+            self._arrived, self._busy_s = arrived, now_s
+        signals, kept = self._signals(load, supply, now_s), 0
+        idle = now_s - self._busy_s >= bounds.idle_s
+        if idle:
+            signals.clear()
+            self._needs.clear()
+        else:
+            kept = self._kept(max((one.need for one in signals), default=0.0), supply, now_s)
+            signals += self._excursion(load, supply, now_s)
         reasons = [one.reason for one in signals]
         need = max((one.replicas for one in reasons), default=0)
-        if need or any(one.waiting for one in load.classes):
-            self._busy_s = now_s
         if bounds.frozen:
             reasons.insert(0, Reason("frozen", supply.replicas, "an operator froze the deployment"))
             return self._decision(supply.replicas, reasons, supply)
@@ -254,7 +264,7 @@ class PoolScaler:
         if kept > need:
             text = f"{kept} were needed within the last {self.tuning.settle_s:g} s"
             reasons.append(Reason("settling", kept, text))
-        least = max(bounds.least, int(now_s - self._busy_s < bounds.idle_s))
+        least = max(bounds.least, int(not idle))
         if max(need, kept) < least:
             reasons.append(Reason("minimum", least, "the least that the deployment keeps"))
         wanted = max(need, kept, least)
@@ -281,11 +291,15 @@ class PoolScaler:
                 signals.append(_Signal("unmeasured", supply.replicas, text))
             return signals
         busy, mean = self._urgent.level / rate, self._urgent.mean / rate
-        spare = self._spare(load, rate, supply)
+        spare = self.tuning.z * _deviation(
+            busy, load.request_work / rate, supply.start_s, self._urgent.burst_ratio
+        )
         bound = f", bound by {load.capacity.bound.value}" if load.capacity else ""
         text = f"{busy:.2f} replicas of work arrive{bound}, {spare:.2f} are kept free for its variation"
         signals.append(_Signal("sustained", busy + spare, text))
-        text = f"{mean:.2f} replicas of work arrived lately, {self.tuning.reserve_ratio:.0%} more serve short excursions"
+        text = (
+            f"{mean:.2f} replicas of work are the mean, {self.tuning.reserve_ratio:.0%} more serve excursions"
+        )
         signals.append(_Signal("reserve", mean * (1.0 + self.tuning.reserve_ratio), text))
         signals += self._deadlines(load, rate, supply, mean)
         signals += self._backlog(load, rate, supply)
@@ -298,11 +312,10 @@ class PoolScaler:
         tuning, urgent = self.tuning, self._urgent
         most = math.inf
         if rate is not None and urgent.level > 0.0:
-            busy, work_s = urgent.level / rate, load.request_work / rate
-            noise = spare_replicas(
-                busy, work_s, 2.0 * tuning.fast_window_s, burst_ratio=4.0, z=tuning.excursion_z
+            noise = _deviation(urgent.level / rate, load.request_work / rate, 2.0 * tuning.fast_window_s, 4.0)
+            most = max(
+                urgent.level * tuning.excursion_ratio, urgent.level + tuning.excursion_z * noise * rate
             )
-            most = max(urgent.level * tuning.excursion_ratio, urgent.level + noise * rate)
         with_target = [one for one in load.classes if math.isfinite(one.target_s)]
         urgent.note(sum(one.arrived for one in with_target), now_s, anew=anew, most=most)
         self._excursions.note(above=urgent.fast > most, below=urgent.fast < 0.75 * most, now_s=now_s)
@@ -312,15 +325,10 @@ class PoolScaler:
         self._patient.note(sum(rest), now_s, anew=anew, most=math.inf)
         urgent.learn(load.request_work, start_s, now_s)
 
-    def _spare(self, load: PoolLoad, rate: float, supply: Supply) -> float:
-        """Return the replicas that are kept free for the rate's movement within a time to start."""
-        busy, work_s, burst = self._urgent.level / rate, load.request_work / rate, self._urgent.burst_ratio
-        return spare_replicas(busy, work_s, supply.start_s, burst_ratio=burst, z=self.tuning.z)
-
     def _excursion(self, load: PoolLoad, supply: Supply, now_s: float) -> list[_Signal]:
         rate = load.replica_rate
         if rate is not None and self._excursions.lasts(supply.start_s, now_s):
-            need = math.ceil(self._urgent.fast / rate + self._spare(load, rate, supply))
+            need = math.ceil(self._urgent.fast / rate)
             until_s, most = self._peak
             self._peak = now_s + supply.start_s, max(need, most if now_s < until_s else 0)
         until_s, most = self._peak
@@ -401,3 +409,11 @@ def spread(replicas: int, zones: tuple[Zone, ...]) -> tuple[tuple[str, int], ...
     order = sorted(zones, key=lambda one: (one.price, -one.replicas, one.name))
     each, rest = divmod(replicas, len(zones)) if zones else (0, 0)
     return tuple((one.name, each + (number < rest)) for number, one in enumerate(order))
+
+
+def _deviation(busy: float, work_s: float, window_s: float, burst_ratio: float) -> float:
+    """Return the standard deviation of the replicas that a window keeps busy.
+
+    Requests of ``work_s`` replica-seconds arrive with ``burst_ratio`` times the variance of independent ones.
+    """
+    return math.sqrt(busy * work_s * burst_ratio / window_s)
