@@ -2,12 +2,12 @@
 
     python -m simulator elastic [--traces FOLDER] [--hours 24] [--pools azure mooncake] [--jobs 2]
 
-The bound is the node time that the day's work takes on full replicas, of all requests but the heaviest of each
-class, as many as ours missed. No scaler is below it: ``capacity_of`` is the most that a replica serves of a
-mix, since each of its terms is the least that the cost model lets the work take, and a node costs while it
-starts, idles and drains too. Each rival's own target is searched for the cheapest day that reaches our
-attainment. Work of batches that is left at the end is charged at the bound's rate. Prints a line per run,
-and ``RESULT {json}`` last, with the worst pool's figures.
+The bound is the node time that the day's work takes on full replicas, of all requests but the heaviest of
+each class, as many as ours missed. No scaler is below it: ``capacity_of`` is the most that a replica serves
+of a mix, since each of its terms is the least that the cost model lets the work take, and a node also costs
+while it starts, idles and drains. Each rival's own target is searched for the cheapest day that reaches our
+attainment. Work of batches that is left at the end is charged at the rate of full replicas. Prints a line
+per run, and ``RESULT {json}`` last, with the worst pool's figures.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import heapq
 import json
 import math
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -59,8 +60,8 @@ class Outcome:
 
 def day(load: Workload, scaler: Scaler, target: float = 0.0) -> Outcome:
     """Return what a day under a scaler shows."""
-    first = max(1, math.ceil(load.rate_per_s * (1.0 - load.swing_ratio) / replica_rate(load)))
-    pool = Pool(load, scaler, replicas=first)
+    rate_per_s = load.rate_per_s * (1.0 - load.swing_ratio * math.cos(2.0 * math.pi * load.phase_s / DAY_S))
+    pool = Pool(load, scaler, replicas=math.ceil(rate_per_s / replica_rate(load)))
     pool.run()
     batch = pool.classes[Priority.BATCH]
     capacity = capacity_of(load.costs, mix_of(pool.done), max_sequences=load.max_sequences)
@@ -194,15 +195,15 @@ def zone_loss(load: Workload) -> tuple[float, list[tuple[str, ...]]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the result is its exit status: 1 where a figure misses its target, 2 for a wrong use."""
+    """Run the command and return its exit status: 1 where a figure misses its target, 2 for a wrong use."""
     parsed = _parser().parse_args(arguments)
     try:
         pools = [replace(POOLS[name], duration_s=parsed.hours * 3600.0) for name in parsed.pools]
         if parsed.traces is not None:
             pools = [one.recorded(parsed.traces) for one in pools]
         result = compare(pools, parsed.jobs)
-    except (TraceError, KeyError, ValueError) as error:
-        print(f"error: {error}")
+    except (TraceError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     print("RESULT " + json.dumps(result))
     return 0 if _holds(result) else 1

@@ -1,4 +1,4 @@
-"""What is planned for a steady load against what a fleet of production scheduler, engines and planner needs."""
+"""What is planned for a steady load against what a fleet of production schedulers and engines needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_error(load: Workload) -> float:
 def planned(load: Workload, rate_per_s: float) -> float:
     """Return the replicas that a steady rate of interactive requests needs.
 
-    Of its target, a request may wait what its own prefill leaves, for all but the longest prompt in a hundred.
+    Of its target, a request may wait what the prefill of a long prompt leaves, one in a hundred being longer.
     """
     rng = Random("lengths")
     lengths = [(load.prompt.draw(rng), 0, load.output.draw(rng)) for _ in range(4000)]

@@ -95,7 +95,7 @@ class Hpa:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A metric, and the targets per replica between which its best is searched; the lower, the more replicas."""
+    """A metric, and the bounds of its target per replica; the lower the target, the more replicas."""
 
     metric: Callable[[Pool], float]
     low: float

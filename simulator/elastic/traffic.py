@@ -127,7 +127,7 @@ class Workload:
         """Yield requests of a mean rate of 1, as (instant, prompt, output)."""
         for turn in count() if self.rows else ():
             for at_s, prompt, output in self.rows:
-                yield turn * (len(self.rows) + 1.0) + at_s, prompt, output
+                yield turn * len(self.rows) + at_s, prompt, output
         for at_s in Gamma(1.0, self.cv).times(Random(f"{self.seed}/gaps")):
             yield at_s, self.prompt.draw(rng), self.output.draw(rng)
 

@@ -219,8 +219,10 @@ class _Arrivals:
 
 @dataclass(slots=True)
 class PoolScaler:
-    """Decides for one deployment, once a second or so. A new one removes nothing for ``settle_s``, but for the
-    replicas of a deployment that it saw idle for the whole time that this takes."""
+    """Decides for one deployment, once a second or so.
+
+    A new one removes nothing for ``settle_s``, unless it observes no request for all of ``idle_s``.
+    """
 
     tuning: Final[ScalerTuning] = field(default_factory=ScalerTuning)
     _urgent: _Arrivals = field(init=False)
