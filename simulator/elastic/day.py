@@ -27,7 +27,7 @@ from typing import Final
 from services.core.estimates.capacity import capacity_of, mix_of
 from services.core.records import Priority
 from simulator.elastic.plan import plan_error
-from simulator.elastic.pool import Pool, Scaler
+from simulator.elastic.pool import ElasticPool, Scaler
 from simulator.elastic.scalers import RIVALS, Ours, Rival
 from simulator.elastic.traffic import AZURE, DAY_S, MOONCAKE, Workload
 from simulator.lab.load.traces import TraceError
@@ -41,7 +41,7 @@ URGENT: Final = (Priority.INTERACTIVE, Priority.STANDARD)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DayOutcome:
     """What a day showed. Times in seconds of nodes."""
 
     attainment: float  # of interactive requests
@@ -58,16 +58,16 @@ class Outcome:
         return self.node_s / self.bound_s
 
 
-def day(load: Workload, scaler: Scaler, target: float = 0.0) -> Outcome:
+def day(load: Workload, scaler: Scaler, target: float = 0.0) -> DayOutcome:
     """Return what a day under a scaler shows."""
     rate_per_s = load.rate_per_s * (1.0 - load.swing_ratio * math.cos(2.0 * math.pi * load.phase_s / DAY_S))
-    pool = Pool(load, scaler, replicas=math.ceil(rate_per_s / replica_rate(load)))
+    pool = ElasticPool(load, scaler, replicas=math.ceil(rate_per_s / replica_rate(load)))
     pool.run()
     batch = pool.classes[Priority.BATCH]
     capacity = capacity_of(load.costs, mix_of(pool.done), max_sequences=load.max_sequences)
     assert capacity is not None
     left_s = sum(pool.due.values()) / capacity.tokens_per_s(mix_of(pool.done))
-    return Outcome(
+    return DayOutcome(
         attainment=pool.classes[Priority.INTERACTIVE].attainment,
         standard=pool.classes[Priority.STANDARD].attainment,
         expired_ratio=batch.refused / max(1, batch.arrived),
@@ -89,7 +89,7 @@ def replica_rate(load: Workload) -> float:
     return found.requests_per_s
 
 
-def bound_s(load: Workload, pool: Pool) -> float:
+def bound_s(load: Workload, pool: ElasticPool) -> float:
     """Return the least node time in which a clairvoyant serves the day with the misses of ``pool``."""
     missed = {one: pool.classes[one].arrived - pool.classes[one].met for one in URGENT}
     heaviest: dict[Priority, list[tuple[int, int, int]]] = {one: [] for one in URGENT}
@@ -119,10 +119,10 @@ def oscillations(changes: Sequence[tuple[float, int]]) -> int:
     )
 
 
-def best_day(load: Workload, rival: Rival, attainment: float) -> Outcome:
+def best_day(load: Workload, rival: Rival, attainment: float) -> DayOutcome:
     """Return the cheapest day of a rival that reaches an attainment, else its best one."""
     low, high = math.log(rival.low), math.log(rival.high)
-    found: list[Outcome] = [day(load, rival.scaler(rival.low), rival.low)]
+    found: list[DayOutcome] = [day(load, rival.scaler(rival.low), rival.low)]
     for _ in range(SEARCHES):
         target = math.exp((low + high) / 2)
         found.append(day(load, rival.scaler(target), target))
@@ -145,7 +145,7 @@ class Watched:
     rows: list[tuple[str, ...]]
     every_s: float = 2.0
 
-    def replicas(self, pool: Pool, now_s: float) -> int:
+    def replicas(self, pool: ElasticPool, now_s: float) -> int:
         found = self.scaler.replicas(pool, now_s)
         past_s = now_s - self.from_s
         if past_s in _SHOWN_S:
@@ -181,7 +181,7 @@ def zone_loss(load: Workload) -> tuple[float, list[tuple[str, ...]]]:
     load = replace(load, duration_s=lost_s + 900.0, phase_s=lost_s - DAY_S / 2, spikes=0)
     peak = load.rate_per_s * (1.0 + load.swing_ratio) / replica_rate(load)
     watch = Watched(Ours(), lost_s, [HEADS])
-    pool = Pool(load, watch, replicas=math.ceil(peak), zone_loss_s=lost_s)
+    pool = ElasticPool(load, watch, replicas=math.ceil(peak), zone_loss_s=lost_s)
     pool.run()
     ends_s = lost_s
     for at_s in sorted(at_s for at_s in pool.misses if at_s >= lost_s - load.targets[Priority.INTERACTIVE]):
@@ -262,7 +262,7 @@ _HEADS: Final = (
 )
 
 
-def _row(one: Outcome) -> tuple[str, ...]:
+def _row(one: DayOutcome) -> tuple[str, ...]:
     shares = (f"{one.attainment:.4f}", f"{one.standard:.4f}", f"{one.expired_ratio:.4f}")
     rest = (
         f"{one.node_s / 3600.0:.1f}",
@@ -285,11 +285,11 @@ def _holds(result: dict[str, float]) -> bool:
     )
 
 
-def _ours(load: Workload) -> Outcome:
+def _ours(load: Workload) -> DayOutcome:
     return day(load, Ours())
 
 
-def _rival(task: tuple[Workload, str, float]) -> Outcome:
+def _rival(task: tuple[Workload, str, float]) -> DayOutcome:
     load, name, attainment = task
     return best_day(load, RIVALS[name], attainment)
 

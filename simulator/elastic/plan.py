@@ -14,8 +14,8 @@ from services.core.estimates.cost_model import encode
 from services.core.records import Priority
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from simulator.elastic.pool import Pool
-from simulator.elastic.traffic import Request, Workload
+from simulator.elastic.pool import ElasticPool
+from simulator.elastic.traffic import DayRequest, Workload
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.fleet import simulate
 from simulator.fleet.spec import TenantSpec
@@ -66,13 +66,13 @@ def planned(load: Workload, rate_per_s: float) -> float:
     return busy + spare_replicas(busy, work_s, absorb_s, burst_ratio=mix.work_ratio)
 
 
-def steady(load: Workload, rate_per_s: float) -> Iterator[Request]:
+def steady(load: Workload, rate_per_s: float) -> Iterator[DayRequest]:
     """Yield independent interactive requests with the lengths of a workload, for ``LOAD_S``."""
     rng = Random("lengths")
     for at_s in Poisson(rate_per_s).times(Random("steady")):
         if at_s >= LOAD_S:
             return
-        yield Request(at_s, Priority.INTERACTIVE, load.prompt.draw(rng), load.output.draw(rng))
+        yield DayRequest(at_s, Priority.INTERACTIVE, load.prompt.draw(rng), load.output.draw(rng))
 
 
 def fleet_attainment(load: Workload, rate_per_s: float) -> float:
@@ -108,16 +108,16 @@ def fleet_attainment(load: Workload, rate_per_s: float) -> float:
 
 def pool_attainment(load: Workload, rate_per_s: float) -> float:
     """Return the same of the model that runs a day."""
-    pool = Pool(replace(load, duration_s=LOAD_S), Fixed(), replicas=WORKERS)
+    pool = ElasticPool(replace(load, duration_s=LOAD_S), Unscaled(), replicas=WORKERS)
     pool.run(steady(load, rate_per_s))
     missed = sum(at_s >= WARM_UP_S for at_s in pool.misses)
     return 1.0 - missed / sum(one.arrival_s >= WARM_UP_S for one in steady(load, rate_per_s))
 
 
-class Fixed:
+class Unscaled:
     """A pool whose size stays."""
 
     every_s = LOAD_S
 
-    def replicas(self, pool: Pool, now_s: float) -> int:
+    def replicas(self, pool: ElasticPool, now_s: float) -> int:
         return WORKERS

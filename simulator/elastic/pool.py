@@ -22,7 +22,7 @@ from services.core.estimates.cost_model import CostModel, span_tokens
 from services.core.records import Priority
 from services.scheduler.policy.overload.pressure import ArrivalRate, TokenRate, wait_s
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from simulator.elastic.traffic import Request, Workload
+from simulator.elastic.traffic import DayRequest, Workload
 
 CHUNK_TOKENS: Final = 2048
 START_S: Final = (60.0, 180.0)  # bounds of the time from an order until READY
@@ -32,7 +32,7 @@ _ORDER: Final = (Priority.INTERACTIVE, Priority.STANDARD, Priority.BATCH)
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class SimReplica:
     """One node with one replica. ``v``: tokens that a sequence which decodes since its start has produced."""
 
     zone: int
@@ -42,8 +42,8 @@ class Replica:
     most: int  # sequences
     is_ready: bool = False
     draining: bool = False
-    running: list[tuple[float, int, Request]] = field(default_factory=list)  # heap by the v of their end
-    prefilling: list[Request] = field(default_factory=list)
+    running: list[tuple[float, int, DayRequest]] = field(default_factory=list)  # heap by the v of their end
+    prefilling: list[DayRequest] = field(default_factory=list)
     prefill_end_s: float = math.inf
     attended: float = 0.0
     v: float = 0.0
@@ -55,7 +55,7 @@ class Replica:
     def __len__(self) -> int:
         return len(self.running) + len(self.prefilling)
 
-    def takes(self, request: Request) -> bool:
+    def takes(self, request: DayRequest) -> bool:
         return (
             self.is_ready and not self.draining and request.tokens <= self.kv_free and len(self) < self.most
         )
@@ -70,7 +70,7 @@ class ClassCount:
     refused: int = 0
     waiting_tokens: float = 0.0
     arrived_tokens: float = 0.0  # refused ones too
-    queue: deque[Request] = field(default_factory=deque)
+    queue: deque[DayRequest] = field(default_factory=deque)
 
     @property
     def attainment(self) -> float:
@@ -82,10 +82,10 @@ class Scaler(Protocol):
 
     every_s: float
 
-    def replicas(self, pool: Pool, now_s: float) -> int: ...
+    def replicas(self, pool: ElasticPool, now_s: float) -> int: ...
 
 
-class Pool:
+class ElasticPool:
     """Runs a workload with a scaler. ``zone_loss_s``: zone 0 and its nodes are lost for good at that time."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Pool:
         self.load: Final = load
         self.costs: Final[CostModel] = load.costs
         self.classes: Final = {one: ClassCount() for one in _ORDER}
-        self.replicas: list[Replica] = []
+        self.replicas: list[SimReplica] = []
         self.changes: list[tuple[float, int]] = []  # (time, nodes ordered or released)
         self.done: list[tuple[int, int, int]] = []  # (prompt, 0, output) of each that ended
         self.misses: list[float] = []  # arrival of each interactive request that missed
@@ -106,7 +106,7 @@ class Pool:
         self._zone_loss_s = zone_loss_s
         self._rng = Random(f"{load.seed}/starts")
         self._numbers = count()
-        self._events: list[tuple[float, int, Replica, int]] = []
+        self._events: list[tuple[float, int, SimReplica, int]] = []
         self._rate = TokenRate()
         self._tokens = 0.0  # computed since the rate was noted
         self._used_s = 0.0
@@ -118,11 +118,11 @@ class Pool:
     # --- what scalers observe ---------------------------------------------------------------------------
 
     @property
-    def ready(self) -> list[Replica]:
+    def ready(self) -> list[SimReplica]:
         return [one for one in self.replicas if one.is_ready and not one.draining]
 
     @property
-    def starting(self) -> list[Replica]:
+    def starting(self) -> list[SimReplica]:
         return [one for one in self.replicas if not one.is_ready]
 
     @property
@@ -138,7 +138,7 @@ class Pool:
 
     @property
     def used_s(self) -> float:
-        """Replica-seconds that were used: computed tokens by the rate of a full replica."""
+        """SimReplica-seconds that were used: computed tokens by the rate of a full replica."""
         return self._used_s
 
     @property
@@ -158,7 +158,7 @@ class Pool:
 
     # --- the run ----------------------------------------------------------------------------------------
 
-    def run(self, requests: Iterator[Request] | None = None) -> None:
+    def run(self, requests: Iterator[DayRequest] | None = None) -> None:
         """Serve all arrivals; what waits at the end is left."""
         tick_s, decide_s, lost_s = 0.0, 0.0, self._zone_loss_s
         for request in requests or self.load.requests():
@@ -188,7 +188,7 @@ class Pool:
                 self._step(replica, now_s)
         self.now_s = to_s
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: DayRequest) -> None:
         counted = self.classes[request.priority]
         counted.arrived += 1
         counted.arrived_tokens += request.tokens
@@ -207,7 +207,7 @@ class Pool:
             if idle:
                 self._start(min(idle, key=len), self.now_s)
 
-    def _hopeless(self, request: Request) -> bool:
+    def _hopeless(self, request: DayRequest) -> bool:
         """Whether it would wait longer than its target behind its class and higher ones."""
         ahead = sum(
             one.waiting_tokens for rank, one in self.classes.items() if rank.rank >= request.priority.rank
@@ -219,14 +219,14 @@ class Pool:
         found_s = wait_s(ahead, self._rate.tokens_per_s(ready), arriving_tokens_per_s=above)
         return found_s is not None and found_s > self.load.targets[request.priority] * self.load.shed_ratio
 
-    def _refuse(self, request: Request) -> None:
+    def _refuse(self, request: DayRequest) -> None:
         self.classes[request.priority].refused += 1
         if request.priority is Priority.INTERACTIVE:
             self.misses.append(request.arrival_s)
 
     # --- a replica --------------------------------------------------------------------------------------
 
-    def _step(self, replica: Replica, now_s: float) -> None:
+    def _step(self, replica: SimReplica, now_s: float) -> None:
         """Bring a replica to the present: what ended leaves, and what waits starts."""
         if not replica.is_ready:
             replica.is_ready, replica.at_s = True, now_s
@@ -251,14 +251,14 @@ class Pool:
         else:
             self._start(replica, now_s)
 
-    def _advance(self, replica: Replica, now_s: float) -> None:
+    def _advance(self, replica: SimReplica, now_s: float) -> None:
         past_s = now_s - replica.at_s
         if past_s > 0.0:
             replica.v += past_s * replica.v_rate
             self._tokens += past_s * (replica.v_rate * len(replica.running) + replica.prompt_rate)
             replica.at_s = now_s
 
-    def _first_token(self, request: Request, now_s: float) -> None:
+    def _first_token(self, request: DayRequest, now_s: float) -> None:
         if request.begun or request.priority is Priority.BATCH:
             return
         request.begun = True
@@ -267,7 +267,7 @@ class Pool:
         elif request.priority is Priority.INTERACTIVE:
             self.misses.append(request.arrival_s)
 
-    def _start(self, replica: Replica, now_s: float) -> None:
+    def _start(self, replica: SimReplica, now_s: float) -> None:
         """Prefill what waits and has room, unless a prefill runs; set the pace and the next event."""
         if replica.prefill_end_s == math.inf:
             self._advance(replica, now_s)
@@ -294,12 +294,12 @@ class Pool:
             next_s = min(next_s, now_s + max(0.0, replica.running[0][0] - replica.v) / replica.v_rate)
         self._at(replica, next_s)
 
-    def _at(self, replica: Replica, next_s: float) -> None:
+    def _at(self, replica: SimReplica, next_s: float) -> None:
         replica.turn += 1
         if next_s < math.inf:
             heapq.heappush(self._events, (next_s, next(self._numbers), replica, replica.turn))
 
-    def _next(self, now_s: float) -> Request | None:
+    def _next(self, now_s: float) -> DayRequest | None:
         """Return the first that waits, without what has waited too long."""
         for priority, counted in self.classes.items():
             queue = counted.queue
@@ -315,7 +315,7 @@ class Pool:
                 self._refuse(request)
         return None
 
-    def _prefill(self, replica: Replica, tokens: int, now_s: float) -> None:
+    def _prefill(self, replica: SimReplica, tokens: int, now_s: float) -> None:
         costs, decodes = self.costs, len(replica.running)
         chunks = math.ceil(tokens / CHUNK_TOKENS)
         linear_s = tokens * costs.prefill_token_s + chunks * decodes * costs.decode_sequence_s
@@ -353,7 +353,7 @@ class Pool:
             self.zones, key=lambda each: sum(one.zone == each and not one.draining for one in self.replicas)
         )
         ready_s = now_s if ready else now_s + self._rng.uniform(*START_S)
-        replica = Replica(zone, now_s, ready_s, self._kv_tokens, self.load.max_sequences, is_ready=ready)
+        replica = SimReplica(zone, now_s, ready_s, self._kv_tokens, self.load.max_sequences, is_ready=ready)
         self.replicas.append(replica)
         if not ready:
             self._at(replica, ready_s)
@@ -375,7 +375,7 @@ class Pool:
         if not len(found):
             self._release(found, now_s)
 
-    def _release(self, replica: Replica, now_s: float) -> None:
+    def _release(self, replica: SimReplica, now_s: float) -> None:
         self.node_s += now_s - replica.ordered_s
         self.replicas.remove(replica)
         replica.turn += 1

@@ -18,7 +18,7 @@ from services.controlplane.scaling.policy.scaler import (
 )
 from services.core.estimates.capacity import ReplicaCapacity, capacity_of, mix_of
 from services.core.records import Priority
-from simulator.elastic.pool import START_S, Pool
+from simulator.elastic.pool import START_S, ElasticPool
 
 MOST: Final = 40
 DUE_BINS_S: Final = (900.0, 1800.0, 3600.0, 7200.0, 14_400.0, 21_600.0)
@@ -33,7 +33,7 @@ class Ours:
     _mixed_s: float = 0.0
     _capacity: ReplicaCapacity | None = None
 
-    def replicas(self, pool: Pool, now_s: float) -> int:
+    def replicas(self, pool: ElasticPool, now_s: float) -> int:
         classes = [
             ClassLoad(
                 priority,
@@ -56,7 +56,7 @@ class Ours:
         return self.policy.decide(load, supply, ReplicaBounds(1, MOST), now_s).replicas
 
 
-def _due(pool: Pool, now_s: float) -> tuple[tuple[float, float], ...]:
+def _due(pool: ElasticPool, now_s: float) -> tuple[tuple[float, float], ...]:
     """Return the work of batch lines that wait, by job."""
     return tuple((due_s - now_s, tokens) for due_s, tokens in pool.due.items() if tokens > 0.0)
 
@@ -66,14 +66,14 @@ class Hpa:
     """Kubernetes' horizontal autoscaler: replicas = ceil(sum of a metric / target), within 10 % as they are,
     out by at most double or 4 in 15 s, in to the most that was wanted within 300 s."""
 
-    metric: Callable[[Pool], float]
+    metric: Callable[[ElasticPool], float]
     target: float
     counter: bool = False  # whether the metric is a count, of which the rate over a minute is used
     every_s: float = 15.0
     _wanted: deque[tuple[float, int]] = field(default_factory=deque)
     _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=5))
 
-    def replicas(self, pool: Pool, now_s: float) -> int:
+    def replicas(self, pool: ElasticPool, now_s: float) -> int:
         have = len(pool.ready) + len(pool.starting)
         self._seen.append((now_s, self.metric(pool)))
         found = self._value(now_s) / self.target
@@ -97,7 +97,7 @@ class Hpa:
 class Rival:
     """A metric, and the bounds of its target per replica; the lower the target, the more replicas."""
 
-    metric: Callable[[Pool], float]
+    metric: Callable[[ElasticPool], float]
     low: float
     high: float
     counter: bool = False
@@ -106,15 +106,15 @@ class Rival:
         return Hpa(self.metric, target, counter=self.counter)
 
 
-def _used_s(pool: Pool) -> float:
+def _used_s(pool: ElasticPool) -> float:
     return pool.used_s
 
 
-def _waiting(pool: Pool) -> float:
+def _waiting(pool: ElasticPool) -> float:
     return float(pool.waiting)
 
 
-def _in_flight(pool: Pool) -> float:
+def _in_flight(pool: ElasticPool) -> float:
     return float(pool.in_flight)
 
 

@@ -28,7 +28,7 @@ STANDARD_SHARE: Final = 0.4
 
 
 @dataclass(slots=True)
-class Request:
+class DayRequest:
     """One request. ``produced`` counts tokens before a lost replica; ``due_s``: instant, for batch alone."""
 
     arrival_s: float
@@ -73,7 +73,7 @@ class Workload:
     duration_s: float = DAY_S
     rows: tuple[tuple[float, int, int], ...] = ()  # recorded (instant at a mean rate of 1, prompt, output)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[DayRequest]:
         """Yield all requests in order of arrival."""
         return heapq.merge(self._urgent(), self._batch(), key=lambda one: one.arrival_s)
 
@@ -95,7 +95,7 @@ class Workload:
         drawn = (rng.uniform(0.0, self.duration_s) for _ in range(self.spikes))
         return tuple(sorted(drawn))
 
-    def _urgent(self) -> Iterator[Request]:
+    def _urgent(self) -> Iterator[DayRequest]:
         rng = Random(f"{self.seed}/urgent")
         urgent = INTERACTIVE_SHARE + STANDARD_SHARE
         day = Diurnal(self.rate_per_s * urgent, self.swing_ratio, phase_s=self.phase_s)
@@ -119,7 +119,7 @@ class Workload:
                 interactive = rng.random() * urgent < INTERACTIVE_SHARE
                 priority = Priority.INTERACTIVE if interactive else Priority.STANDARD
                 at_s = second + (due - passed) / rate
-                yield Request(at_s, priority, prompt, output)
+                yield DayRequest(at_s, priority, prompt, output)
                 due, prompt, output = next(units)
             passed += rate
 
@@ -131,7 +131,7 @@ class Workload:
         for at_s in Gamma(1.0, self.cv).times(Random(f"{self.seed}/gaps")):
             yield at_s, self.prompt.draw(rng), self.output.draw(rng)
 
-    def _batch(self) -> Iterator[Request]:
+    def _batch(self) -> Iterator[DayRequest]:
         rng = Random(f"{self.seed}/batch")
         share = 1.0 - INTERACTIVE_SHARE - STANDARD_SHARE
         now_s = 0.0
@@ -141,7 +141,7 @@ class Workload:
                 return
             for _ in range(self.job_lines):
                 prompt, output = self.prompt.draw(rng), self.output.draw(rng)
-                yield Request(now_s, Priority.BATCH, prompt, output, due_s=now_s + self.job_due_s)
+                yield DayRequest(now_s, Priority.BATCH, prompt, output, due_s=now_s + self.job_due_s)
 
 
 _CHAT: Final = {Priority.INTERACTIVE: 2.0, Priority.STANDARD: 10.0}

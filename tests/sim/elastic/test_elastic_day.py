@@ -10,9 +10,9 @@ import pytest
 
 from services.core.estimates.capacity import capacity_of, mix_of
 from services.core.records import Priority
-from simulator.elastic.day import Outcome, best_day, day, oscillations, zone_loss
+from simulator.elastic.day import DayOutcome, best_day, day, oscillations, zone_loss
 from simulator.elastic.plan import pool_attainment
-from simulator.elastic.pool import Pool
+from simulator.elastic.pool import ElasticPool
 from simulator.elastic.scalers import RIVALS, Hpa, Ours
 from simulator.elastic.traffic import AZURE, DAY_S, MOONCAKE, Workload
 
@@ -26,12 +26,12 @@ class Fixed:
     def __init__(self, replicas: int) -> None:
         self.wanted = replicas
 
-    def replicas(self, pool: Pool, now_s: float) -> int:
+    def replicas(self, pool: ElasticPool, now_s: float) -> int:
         return self.wanted
 
 
-def run(load: Workload = PEAK, replicas: int = 10) -> Pool:
-    pool = Pool(load, Fixed(replicas), replicas=replicas)
+def run(load: Workload = PEAK, replicas: int = 10) -> ElasticPool:
+    pool = ElasticPool(load, Fixed(replicas), replicas=replicas)
     pool.run()
     return pool
 
@@ -81,7 +81,7 @@ def test_utilisation_misleads_where_batches_fill_the_devices() -> None:
     load = replace(PEAK, rate_per_s=3.0, swing_ratio=0.0, job_lines=3000, duration_s=2 * 3600.0)
     most = {}
     for scaler in (Ours(), RIVALS["utilisation"].scaler(0.7)):
-        pool = Pool(load, scaler, replicas=4)
+        pool = ElasticPool(load, scaler, replicas=4)
         pool.run()
         assert pool.classes[Priority.INTERACTIVE].attainment >= 0.99
         assert pool.classes[Priority.BATCH].refused == 0
@@ -119,4 +119,4 @@ def test_equal_seeds_are_equal_days_and_recorded_traces_are_replayed(tmp_path: P
     urgent = [one for one in short.recorded(tmp_path).requests() if one.priority is not Priority.BATCH]
     assert {(one.prompt, one.output) for one in urgent} == {(600, 9), (88, 9)}
     assert len(urgent) == pytest.approx(300.0 * 6.0 * 0.7 * 1.6, rel=0.1)
-    assert isinstance(day(short.recorded(tmp_path), Ours()), Outcome)
+    assert isinstance(day(short.recorded(tmp_path), Ours()), DayOutcome)

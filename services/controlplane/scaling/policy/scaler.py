@@ -313,7 +313,7 @@ class PoolScaler:
         anew, self._reporter = load.reporter != self._reporter, load.reporter
         tuning, urgent = self.tuning, self._urgent
         most = math.inf
-        if rate is not None and urgent.level > 0.0:
+        if rate is not None and urgent.counted_s >= tuning.rate_window_s:
             noise = _deviation(urgent.level / rate, load.request_work / rate, 2.0 * tuning.fast_window_s, 4.0)
             most = max(
                 urgent.level * tuning.excursion_ratio, urgent.level + tuning.excursion_z * noise * rate
