@@ -136,7 +136,7 @@ class ScalerTuning:
     rate_window_s: float = 180.0  # time constant of the sustained rate
     mean_window_s: float = 1800.0  # time constant of the rate that the reserve and deadlines are added to
     settle_s: float = 1800.0  # time that a replica stays after the last signal that needed it
-    slack: float = 0.3  # replicas that a removal leaves above that signal, so that noise brings none back
+    slack: float = 0.5  # replicas that a removal leaves above that signal, so that noise brings none back
     z: float = 0.5  # standard deviations of the rate's movement that are kept free
     reserve_ratio: float = 0.3  # replicas above the mean rate's, by those: they serve what no start outpaces
     excursion_ratio: float = 2.0  # fast rate over the sustained one from which it is an excursion
