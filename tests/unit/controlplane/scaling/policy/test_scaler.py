@@ -200,7 +200,7 @@ def test_zones_are_equal_and_the_rest_goes_where_it_costs_least() -> None:
 def test_steady_loads_get_replicas_in_order_of_their_size() -> None:
     sizes = [Driven().run(100.0 * busy, 900).replicas for busy in range(1, 13)]
     assert sizes == sorted(sizes)
-    assert all(busy < size <= 1.6 * busy + 1 for busy, size in enumerate(sizes, 1))
+    assert all(1.25 * busy < size <= 1.6 * busy + 1 for busy, size in enumerate(sizes, 1))
 
 
 works = st.lists(st.floats(0.0, 5000.0), min_size=1, max_size=60)
