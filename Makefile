@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic sim sim-tests sim-scale sim-handoff sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic sim sim-tests sim-scale sim-handoff sim-elastic sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -257,6 +257,9 @@ sim-handoff: setup-dev ## Map where prefill and decode apart serve more than rep
 
 sim-batching: setup-dev ## Compare the derived batch window with the best fixed one (minutes)
 	$(BIN)/python -m simulator batching $(ARGS)
+
+sim-elastic: setup-dev ## Simulate a day of two pools under our scaler and three others (about 15 minutes)
+	$(BIN)/python -m simulator elastic $(ARGS)
 
 bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
 	$(BIN)/python -m bench.batch_costs $(ARGS)

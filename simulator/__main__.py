@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, rollouts, tiers, scale, simulate, compare, batching, calibrate."""
+"""``python -m simulator``: the commands of ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "handoff": ("simulator.handoff.map", "map where prefill and decode apart serve more"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
+    "elastic": ("simulator.elastic.day", "run a day of two pools under four scalers"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }
 

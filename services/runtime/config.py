@@ -214,7 +214,7 @@ class Settings(BaseModel):
     # Longest wait in the queue.
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
     # How long a replica stays after the last signal that needed it, where replicas follow the load.
-    scaling_settle_s: float = Field(default=300.0, ge=1, le=86400)
+    scaling_settle_s: float = Field(default=1800.0, ge=1, le=86400)
     # Program and arguments that list, order and release nodes; empty: none is ordered.
     node_command: str = ""
     # Longest time of one run of it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from services.core.estimates.capacity import ReplicaCapacity
 from services.core.records import Priority
 
 
@@ -18,7 +19,9 @@ class ClassLoad:
     priority: Priority
     target_s: float = math.inf
     waiting: float = 0.0  # work in the queue
-    arrived: float = 0.0  # work that arrived since the reporter began; never decreases while it lasts
+    arrived: float = 0.0  # work that arrived, also refused, since the reporter began; never decreases
+    due: tuple[tuple[float, float], ...] | None = None  # (seconds left, work) by deadline; None: it has none
+    burn_ratio: float = 0.0  # speed at which its objective's budget is spent; 1 spends it exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +33,10 @@ class PoolLoad:
     request_work: float = 1.0  # work of the mean request
     held: int = 0  # requests that wait while no replica serves
     reporter: int = 0  # epoch of the leader that counted; another one begins its counts anew
+    capacity: ReplicaCapacity | None = None  # calibrated for the present mix; the lower of both rates counts
+
+    @property
+    def replica_rate(self) -> float | None:
+        """Work per second of one replica, None while nothing states it."""
+        known = [self.rate or 0.0, self.capacity.requests_per_s * self.request_work if self.capacity else 0.0]
+        return min((rate for rate in known if rate > 0.0), default=None)

@@ -345,6 +345,7 @@ _CLASS_LOAD: Final = Mirror(
         "priority": PRIORITY,
         "target_s": Pair("target", lambda target_s: _duration(_finite(target_s)), seconds_of),
     },
+    apart=("due", "burn_ratio"),
 )
 LOAD: Final = Mirror(
     PoolLoad,
@@ -353,6 +354,7 @@ LOAD: Final = Mirror(
         "classes": _CLASS_LOAD.each("classes"),
         "rate": Pair("rate", lambda rate: rate or 0.0, lambda rate: rate or None),
     },
+    apart=("capacity",),
 )
 pool_to_proto: Final = Mirror(
     PoolQueue,

@@ -104,9 +104,6 @@ class DeploymentScaler:
     _scaler: PoolScaler | None = None
     _rate: float | None = None
     _woken_s: float | None = None  # when the present start from zero began
-    _arrived: float = 0.0  # work that had arrived at the last report
-    _active_s: float = -math.inf  # when a request last arrived or waited
-    _began_s: float = -math.inf  # when this leader first decided
 
     def decide(self, now: Situation) -> Scaled:
         """Return the decision that holds from now on: the present one, unless it changes."""
@@ -115,13 +112,12 @@ class DeploymentScaler:
         if self._scaler is None:
             self._scaler, self._rate = PoolScaler(self.tuning), before.rate or None
             self.starts.mean_s = before.start_s
-            self._began_s = self._active_s = now.now_s
             if before.replicas and before.reasons and before.reasons[0].signal == "held":
                 self._woken_s = now.now_s
         if now.load is not None:
             self._observe(now.load, now)
         supply = self.starts.supply(now.replicas, before.replicas, now.now_s)
-        bounds = _bounds(scaling, now, active_s=self._active_s)
+        bounds = _bounds(scaling, now)
         calm = before
         if supply.ready:
             self._woken_s, calm = None, replace(before, failed_wakes=0, retry_unix_s=0.0, failure="")
@@ -132,8 +128,6 @@ class DeploymentScaler:
             self.reasons, after = (_waits(before, now.unix_s),), before
         else:
             found = self._decision(now, supply, bounds)
-            if free and found.replicas <= 1 and now.load is not None and self._is_idle(scaling, now.now_s):
-                found = ReplicaDecision(0, (_IDLE,))
             if found.replicas and not before.replicas and bounds.pinned is None:
                 self._woken_s = now.now_s
             self.reasons = found.reasons or (_IDLE,)
@@ -152,15 +146,6 @@ class DeploymentScaler:
     def _observe(self, load: PoolLoad, now: Situation) -> None:
         self.load, self.load_unix_s = load, now.unix_s
         self._rate = load.rate or self._rate
-        arrived = sum(one.arrived for one in load.classes)
-        if arrived > self._arrived or load.held or any(one.waiting for one in load.classes):
-            self._active_s = now.now_s
-        self._arrived = arrived
-
-    def _is_idle(self, scaling: Scaling, now_s: float) -> bool:
-        """Whether no request came for the idle time. The rate of past arrivals fades too slowly."""
-        idle_s = scaling.idle_s or IDLE_S
-        return now_s - self._active_s >= idle_s and now_s - self._began_s >= self.tuning.settle_s
 
     def _decision(self, now: Situation, supply: Supply, bounds: ReplicaBounds) -> ReplicaDecision:
         assert self._scaler is not None
@@ -203,10 +188,8 @@ class DeploymentScaler:
         return after
 
 
-def _bounds(scaling: Scaling, now: Situation, *, active_s: float) -> ReplicaBounds:
-    """Return the bounds of this moment. A minimum holds whatever its nodes cost now, and the last replica
-    stays for the idle time after a request that arrived at ``active_s``.
-    """
+def _bounds(scaling: Scaling, now: Situation) -> ReplicaBounds:
+    """Return the bounds of this moment. A minimum holds whatever its nodes cost now."""
     least, most = scaling.min_replicas, scaling.max_replicas
     if scaling.max_cost_per_hour and now.replica_cost:
         affordable = math.floor(scaling.max_cost_per_hour / now.replica_cost + 1e-9)
@@ -214,8 +197,6 @@ def _bounds(scaling: Scaling, now: Situation, *, active_s: float) -> ReplicaBoun
     if now.in_rollout:
         least = max(least, min(now.before.replicas, most))  # the candidates' numbers follow from it
     idle_s = math.inf if scaling.min_replicas else scaling.idle_s or IDLE_S
-    if now.before.replicas and now.now_s - active_s < idle_s:
-        least = max(1, least)
     if not now.before.replicas:
         idle_s = 0.0  # what is at zero stays there: a new leader has not seen when its last request was
     return ReplicaBounds(

@@ -4,12 +4,18 @@ Work is counted in units of the pool: tokens of prompts and outputs, or rows. A 
 them per second. Replicas that are ordered now serve in ``start_s`` seconds, so each signal is a prediction
 for that time:
 
-1. sustained: work that arrives, with headroom for its variation (``spare_replicas``)
-2. backlog: work that will still wait then, to be served within the target of its class
-3. held: any request of a deployment without replicas
+1. sustained: work of classes with a target, with headroom for how far its rate moves within ``start_s``
+2. reserve: the mean of that work, and a share of it for excursions that end before a replica starts
+3. excursion: work that arrives now, where it is far above that and is expected to last
+4. deadlines: work without a target, spread over the time that it has
+5. backlog: work that will still wait then, to be served in the time that a replica takes to start
+6. zone: enough replicas for the first class when a zone is lost
+7. burn: misses of an objective while work waits, whatever the figures above
+8. held: any request of a deployment without replicas
 
-The largest wins. Replicas are added at once, and removed when no signal of the last ``settle_s`` needed them,
-because a replica takes as long to come back as it took to start. Pure: time is an argument, in monotonic
+The largest wins; they are not added, since work without a target runs on the headroom. Replicas are added at
+once, and removed when no signal of the last ``settle_s`` needed them. An excursion is worth an order if half
+of those before it that lasted as long lasted ``start_s`` longer. Pure: time is an argument, in monotonic
 seconds.
 """
 
@@ -20,10 +26,17 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from services.core.estimates.capacity import spare_replicas
 from services.core.estimates.pool_load import PoolLoad
-from services.core.records import Priority
 from services.core.scaling import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """A zone in which nodes can be ordered. ``replicas``: those that it has, starting ones too."""
+
+    name: str
+    replicas: int = 0
+    price: float = 0.0  # of a replica, per hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,7 @@ class Supply:
     ready: int
     starting: tuple[float, ...] = ()
     start_s: float = 60.0  # expected time from an order until READY
+    zones: tuple[Zone, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -56,73 +70,165 @@ class ReplicaBounds:
 
 
 @dataclass(frozen=True, slots=True)
+class _Signal:
+    """Replicas that a signal needs, also parts of one."""
+
+    name: str
+    need: float
+    text: str
+
+    @property
+    def reason(self) -> Reason:
+        return Reason(self.name, math.ceil(self.need - 1e-9), self.text)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaDecision:
-    """Replicas that the deployment gets; its reasons, the decisive one first."""
+    """Replicas that the deployment gets, in all and by zone; its reasons, the decisive one first."""
 
     replicas: int
     reasons: tuple[Reason, ...]
+    zones: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScalerTuning:
-    rate_window_s: float = 60.0  # time constant of the arrival rate
-    settle_s: float = 300.0  # time that a replica stays after the last signal that needed it
-    z: float = 2.33  # standard deviations of the arriving work that are kept free
-    absorb_s: float = 2.0  # time within which work must start where no class has a target
+    fast_window_s: float = 5.0  # time constant of the rate that shows an excursion
+    rate_window_s: float = 180.0  # time constant of the sustained rate
+    mean_window_s: float = 1800.0  # time constant of the rate that the reserve and deadlines are added to
+    settle_s: float = 1800.0  # time that a replica stays after the last signal that needed it
+    slack: float = 0.5  # replicas that a removal leaves above that signal, so that noise brings none back
+    z: float = 0.5  # standard deviations of the rate's movement that are kept free
+    reserve_ratio: float = 0.3  # replicas above the mean rate's, by those: they serve what no start outpaces
+    excursion_ratio: float = 2.0  # fast rate over the sustained one from which it is an excursion
+    excursion_z: float = 5.0  # standard deviations of independent arrivals that are none
+    longest_s: float = 900.0  # time after which an excursion is the sustained rate
+    spread_s: float = 3600.0  # time over which work without target and deadline is spread
+    burn_ratio: float = 6.0  # speed of the budget's loss from which it is a signal
+    burn_step_ratio: float = 0.25  # replicas that it adds, by those that serve
+
+
+@dataclass(slots=True)
+class _Excursions:
+    """How long arrivals stay far above their sustained rate."""
+
+    longest_s: float
+    margin_s: float  # time in which two lengths count as equal
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=32))
+    began_s: float | None = None
+
+    def note(self, *, above: bool, below: bool, now_s: float) -> None:
+        if self.began_s is None:
+            self.began_s = now_s if above else None
+        elif below or now_s - self.began_s >= self.longest_s:
+            self.lengths.append(now_s - self.began_s)
+            self.began_s = None
+
+    def lasts(self, start_s: float, now_s: float) -> bool:
+        """Whether it is expected to outlast a start: half of those as old as it did, and one of which
+        nothing is known."""
+        if self.began_s is None:
+            return False
+        age_s = now_s - self.began_s - self.margin_s
+        as_old = [one for one in self.lengths if one > age_s]
+        return 2 * (1 + sum(one > age_s + start_s for one in as_old)) >= 1 + len(as_old)
 
 
 @dataclass(slots=True)
 class _Arrivals:
-    """Decayed rate of a class, in work per second."""
+    """Rates of one kind of work, and how far the sustained one moves in a time to start."""
 
-    window_s: float
+    tuning: ScalerTuning
     counted: float = 0.0
     seen_s: float = -math.inf
-    rate: float = 0.0
+    counted_s: float = (
+        10.0  # time that the rates cover; the first of it, without work, damps the first counts
+    )
+    fast: float = 0.0
+    level: float = 0.0
+    mean: float = 0.0
+    ends_s: float = math.inf  # end of the window whose work is compared with what was expected
+    window: float = 0.0
+    expected: float = 0.0
+    burst_ratio: float = 4.0  # variance of a window's work above that, by that of independent requests
 
-    def note(self, arrived: float, now_s: float, *, anew: bool) -> float:
-        """Count up to ``arrived`` and return the rate."""
-        if anew or arrived < self.counted or self.seen_s == -math.inf:
-            self.counted, self.seen_s = arrived, now_s
-            return self.rate
+    def note(self, arrived: float, now_s: float, *, anew: bool, most: float) -> None:
+        """Count up to ``arrived``. Of an excursion, sustained rates follow what is below ``most``."""
         past_s = now_s - self.seen_s
-        if past_s > 0.0:
-            keep = math.exp(-past_s / self.window_s)
-            self.rate = self.rate * keep + (arrived - self.counted) / past_s * (1.0 - keep)
+        if anew or arrived < self.counted or past_s == math.inf:
             self.counted, self.seen_s = arrived, now_s
-        return self.rate
+        elif past_s > 0.0:
+            work = arrived - self.counted
+            self.fast += (work / past_s - self.fast) * -math.expm1(-past_s / self.tuning.fast_window_s)
+            capped = min(work / past_s, most)
+            self.counted_s += past_s
+            least = past_s / self.counted_s  # so that the first rates are means
+            self.level += (capped - self.level) * max(least, -math.expm1(-past_s / self.tuning.rate_window_s))
+            self.mean += (capped - self.mean) * max(least, -math.expm1(-past_s / self.tuning.mean_window_s))
+            self.window += capped * past_s
+            self.counted, self.seen_s = arrived, now_s
+
+    def learn(self, request_work: float, window_s: float, now_s: float) -> None:
+        """Compare a window that ended with what the level at its start let expect."""
+        if now_s >= self.ends_s and self.expected > 0.0:
+            error = max(0.0, self.window - self.expected)
+            found = min(2.0 * error * error / (self.expected * request_work), 10.0 * self.burst_ratio)
+            self.burst_ratio += (found - self.burst_ratio) / 32.0
+        if now_s >= self.ends_s or (self.ends_s == math.inf and self.counted_s >= self.tuning.rate_window_s):
+            self.ends_s, self.window, self.expected = now_s + window_s, 0.0, self.level * window_s
 
 
 @dataclass(slots=True)
 class PoolScaler:
-    """Decides for one deployment, once a second or so. A new one removes nothing for ``settle_s``."""
+    """Decides for one deployment, once a second or so.
+
+    A new one removes nothing for ``settle_s``, unless it observes no request for all of ``idle_s``.
+    """
 
     tuning: Final[ScalerTuning] = field(default_factory=ScalerTuning)
-    _arrivals: dict[Priority, _Arrivals] = field(default_factory=dict)
+    _urgent: _Arrivals = field(init=False)
+    _patient: _Arrivals = field(init=False)
+    _first: _Arrivals = field(init=False)
+    _excursions: _Excursions = field(init=False)
     _reporter: int | None = None
-    _needs: deque[tuple[float, int]] = field(default_factory=deque)  # (time, need), needs descending
+    _needs: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need), needs descending
+    _peak: tuple[float, int] = (-math.inf, 0)  # time until which an excursion's replicas stay, and how many
     _began_s: float | None = None
     _busy_s: float = -math.inf
+    _arrived: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._urgent, self._patient, self._first = (_Arrivals(self.tuning) for _ in range(3))
+        self._excursions = _Excursions(self.tuning.longest_s, 3.0 * self.tuning.fast_window_s)
 
     def decide(self, load: PoolLoad, supply: Supply, bounds: ReplicaBounds, now_s: float) -> ReplicaDecision:
         """Return the replicas that the deployment gets now."""
         if self._began_s is None:
             self._began_s = self._busy_s = now_s
-        reasons = self._signals(load, supply, now_s)
+        arrived = sum(one.arrived for one in load.classes)
+        active = load.held or arrived != self._arrived or any(one.waiting or one.due for one in load.classes)
+        if active:
+            self._arrived, self._busy_s = arrived, now_s
+        signals, kept = self._signals(load, supply, now_s), 0
+        idle = not active and now_s - self._busy_s >= bounds.idle_s
+        if idle:
+            signals.clear()
+            self._needs.clear()
+        else:
+            kept = self._kept(max((one.need for one in signals), default=0.0), supply, now_s)
+            signals += self._excursion(load, supply, now_s)
+        reasons = [one.reason for one in signals]
         need = max((one.replicas for one in reasons), default=0)
-        if need or any(one.waiting for one in load.classes):
-            self._busy_s = now_s
         if bounds.frozen:
-            frozen = Reason("frozen", supply.replicas, "an operator froze the deployment")
-            return ReplicaDecision(supply.replicas, (frozen, *reasons))
+            reasons.insert(0, Reason("frozen", supply.replicas, "an operator froze the deployment"))
+            return self._decision(supply.replicas, reasons, supply)
         if bounds.pinned is not None:
-            pinned = Reason("override", bounds.pinned, f"an operator set {bounds.pinned} replicas")
-            return ReplicaDecision(bounds.pinned, (pinned, *reasons))
-        kept = self._kept(need, supply, now_s)
+            reasons.insert(0, Reason("override", bounds.pinned, f"an operator set {bounds.pinned} replicas"))
+            return self._decision(bounds.pinned, reasons, supply)
         if kept > need:
             text = f"{kept} were needed within the last {self.tuning.settle_s:g} s"
             reasons.append(Reason("settling", kept, text))
-        least = max(bounds.least, int(now_s - self._busy_s < bounds.idle_s))
+        least = max(bounds.least, int(not idle))
         if max(need, kept) < least:
             reasons.append(Reason("minimum", least, "the least that the deployment keeps"))
         wanted = max(need, kept, least)
@@ -130,66 +236,148 @@ class PoolScaler:
             reasons.append(Reason("maximum", bounds.most, f"{wanted} are needed, {bounds.most} are allowed"))
         found = min(wanted, bounds.most)
         reasons.sort(key=lambda one: (one.replicas != found, -one.replicas))
-        return ReplicaDecision(found, tuple(reasons))
+        return self._decision(found, reasons, supply)
 
-    def _signals(self, load: PoolLoad, supply: Supply, now_s: float) -> list[Reason]:
-        anew, self._reporter = load.reporter != self._reporter, load.reporter
-        rates = {
-            one.priority: self._arrivals.setdefault(one.priority, _Arrivals(self.tuning.rate_window_s)).note(
-                one.arrived, now_s, anew=anew
-            )
-            for one in load.classes
-        }
-        reasons = []
+    def _decision(self, replicas: int, reasons: list[Reason], supply: Supply) -> ReplicaDecision:
+        return ReplicaDecision(replicas, tuple(reasons), spread(replicas, supply.zones))
+
+    # --- signals ----------------------------------------------------------------------------------------
+
+    def _signals(self, load: PoolLoad, supply: Supply, now_s: float) -> list[_Signal]:
+        signals = []
         if load.held and not supply.ready:
-            reasons.append(Reason("held", 1, f"{load.held} requests wait for the first replica"))
-        if not load.rate:
+            signals.append(_Signal("held", 1, f"{load.held} requests wait for the first replica"))
+        rate = load.replica_rate
+        self._note(load, rate, supply.start_s, now_s)
+        if rate is None:
             if supply.ready and any(one.waiting for one in load.classes):
                 text = "requests wait, and no rate of a replica is known yet"
-                reasons.append(Reason("unmeasured", supply.replicas, text))
-            return reasons
-        reasons.append(self._sustained(load, rates, load.rate))
-        reasons += self._backlogs(load, rates, load.rate, supply)
-        return reasons
+                signals.append(_Signal("unmeasured", supply.replicas, text))
+            return signals
+        busy, mean = self._urgent.level / rate, self._urgent.mean / rate
+        spare = self.tuning.z * _deviation(
+            busy, load.request_work / rate, supply.start_s, self._urgent.burst_ratio
+        )
+        bound = f", bound by {load.capacity.bound.value}" if load.capacity else ""
+        text = f"{busy:.2f} replicas of work arrive{bound}, {spare:.2f} are kept free for its variation"
+        signals.append(_Signal("sustained", busy + spare, text))
+        text = (
+            f"{mean:.2f} replicas of work are the mean, {self.tuning.reserve_ratio:.0%} more serve excursions"
+        )
+        signals.append(_Signal("reserve", mean * (1.0 + self.tuning.reserve_ratio), text))
+        signals += self._deadlines(load, rate, supply, mean)
+        signals += self._backlog(load, rate, supply)
+        signals += self._zone_loss(rate, supply)
+        signals += self._burn(load, supply)
+        return signals
 
-    def _sustained(self, load: PoolLoad, rates: dict[Priority, float], rate: float) -> Reason:
-        busy = sum(rates.values()) / rate
-        targets = [one.target_s for one in load.classes if math.isfinite(one.target_s)]
-        absorb_s = min(targets, default=self.tuning.absorb_s)
-        spare = spare_replicas(busy, load.request_work / rate, absorb_s, z=self.tuning.z)
-        text = f"{busy:.2f} replicas of work arrive, {spare:.2f} are kept free for its variation"
-        return Reason("sustained", math.ceil(busy + spare - 1e-9), text)
-
-    def _backlogs(
-        self, load: PoolLoad, rates: dict[Priority, float], rate: float, supply: Supply
-    ) -> list[Reason]:
-        """Return what each class with a target needs for the work that waits when new replicas serve."""
-        reasons = []
-        for one in load.classes:
-            if not math.isfinite(one.target_s):
-                continue
-            above = [other for other in load.classes if other.priority.rank >= one.priority.rank]
-            arriving = sum(rates[other.priority] for other in above)
-            waiting = sum(other.waiting for other in above)
-            done = (
-                sum(max(0.0, supply.start_s - in_s) for in_s in supply.starting)
-                + supply.ready * supply.start_s
+    def _note(self, load: PoolLoad, rate: float | None, start_s: float, now_s: float) -> None:
+        anew, self._reporter = load.reporter != self._reporter, load.reporter
+        tuning, urgent = self.tuning, self._urgent
+        most = math.inf
+        if rate is not None and urgent.counted_s >= tuning.rate_window_s:
+            noise = _deviation(urgent.level / rate, load.request_work / rate, 2.0 * tuning.fast_window_s, 4.0)
+            most = max(
+                urgent.level * tuning.excursion_ratio, urgent.level + tuning.excursion_z * noise * rate
             )
-            left = waiting + arriving * supply.start_s - rate * done
-            if left <= 0.0:
-                continue
-            need = (left / one.target_s + arriving) / rate
-            text = f"{left:.0f} of work of class {one.priority.value} and above waits in {supply.start_s:g} s"
-            reasons.append(Reason("backlog", math.ceil(need - 1e-9), text))
-        return reasons
+        with_target = [one for one in load.classes if math.isfinite(one.target_s)]
+        urgent.note(sum(one.arrived for one in with_target), now_s, anew=anew, most=most)
+        self._excursions.note(above=urgent.fast > most, below=urgent.fast < 0.75 * most, now_s=now_s)
+        first = max(with_target, key=lambda one: one.priority.rank, default=None)
+        self._first.note(first.arrived if first else 0.0, now_s, anew=anew, most=most)
+        rest = (one.arrived for one in load.classes if one not in with_target and one.due is None)
+        self._patient.note(sum(rest), now_s, anew=anew, most=math.inf)
+        urgent.learn(load.request_work, start_s, now_s)
 
-    def _kept(self, need: int, supply: Supply, now_s: float) -> int:
-        """Return the most replicas that were needed within ``settle_s``."""
+    def _excursion(self, load: PoolLoad, supply: Supply, now_s: float) -> list[_Signal]:
+        rate = load.replica_rate
+        if rate is not None and self._excursions.lasts(supply.start_s, now_s):
+            need = math.ceil(self._urgent.fast / rate)
+            until_s, most = self._peak
+            self._peak = now_s + supply.start_s, max(need, most if now_s < until_s else 0)
+        until_s, most = self._peak
+        if now_s >= until_s:
+            return []
+        text = (
+            f"{self._urgent.fast:.0f} of work arrive per second, where {self._urgent.level:.0f} are sustained"
+        )
+        return [_Signal("excursion", most, text)]
+
+    def _deadlines(self, load: PoolLoad, rate: float, supply: Supply, busy: float) -> list[_Signal]:
+        """Return what work without a target needs beside what has one."""
+        due, work = self._patient.level, 0.0
+        parts = (
+            part
+            for one in load.classes
+            if one.target_s == math.inf
+            for part in (((self.tuning.spread_s, one.waiting),) if one.due is None else one.due)
+        )
+        for left_s, amount in sorted(parts):
+            work += amount
+            if left_s > supply.start_s:  # no order helps what is due before
+                due = max(due, self._patient.level + work / (left_s - supply.start_s))
+        if due <= 0.0:
+            return []
+        text = f"{due / rate:.2f} replicas finish in time what has no target, beside {busy:.2f} of the rest"
+        return [_Signal("deadlines", busy + due / rate, text)]
+
+    def _backlog(self, load: PoolLoad, rate: float, supply: Supply) -> list[_Signal]:
+        """Return what work with a target needs that will wait when new replicas serve."""
+        arriving = self._urgent.level
+        targets = [one for one in load.classes if math.isfinite(one.target_s)]
+        waiting = sum(one.waiting for one in targets)
+        most_s = max((one.target_s for one in targets), default=0.0)
+        left = waiting + arriving * supply.start_s - rate * supply.served_s
+        left = min(left, max(waiting, arriving * most_s))  # what waits longer is refused
+        if left <= 0.0:
+            return []
+        need = (arriving + left / max(supply.start_s, most_s)) / rate
+        text = f"{left:.0f} of work with a target waits in {supply.start_s:g} s"
+        return [_Signal("backlog", need, text)]
+
+    def _zone_loss(self, rate: float, supply: Supply) -> list[_Signal]:
+        zones = len(supply.zones)
+        busy = self._first.level / rate
+        if zones < 2 or busy <= 0.0:
+            return []
+        text = f"{busy:.2f} replicas of the first class stay when one of {zones} zones is lost"
+        return [_Signal("zone", busy * zones / (zones - 1), text)]
+
+    def _burn(self, load: PoolLoad, supply: Supply) -> list[_Signal]:
+        worst = max((one.burn_ratio for one in load.classes if one.waiting), default=0.0)
+        if worst < self.tuning.burn_ratio or not supply.ready:
+            return []
+        need = max(supply.replicas, supply.ready * (1.0 + self.tuning.burn_step_ratio))
+        return [
+            _Signal(
+                "burn", need, f"requests wait, and an objective's budget is spent {worst:.1f} times too fast"
+            )
+        ]
+
+    def _kept(self, need: float, supply: Supply, now_s: float) -> int:
+        """Return the replicas that stay for what was needed within ``settle_s``."""
         while self._needs and self._needs[-1][1] <= need:
             self._needs.pop()
         self._needs.append((now_s, need))
         while self._needs[0][0] < now_s - self.tuning.settle_s:
             self._needs.popleft()
         assert self._began_s is not None
-        settled = now_s - self._began_s >= self.tuning.settle_s
-        return self._needs[0][1] if settled else max(supply.replicas, self._needs[0][1])
+        most = self._needs[0][1]
+        if now_s - self._began_s < self.tuning.settle_s:
+            return max(supply.replicas, math.ceil(most))
+        return min(supply.replicas, math.ceil(most + self.tuning.slack)) if most > 0.0 else 0
+
+
+def spread(replicas: int, zones: tuple[Zone, ...]) -> tuple[tuple[str, int], ...]:
+    """Return the replicas of each zone: equal, the rest where most are and then where they cost least."""
+    order = sorted(zones, key=lambda one: (one.price, -one.replicas, one.name))
+    each, rest = divmod(replicas, len(zones)) if zones else (0, 0)
+    return tuple((one.name, each + (number < rest)) for number, one in enumerate(order))
+
+
+def _deviation(busy: float, work_s: float, window_s: float, burst_ratio: float) -> float:
+    """Return the standard deviation of the replicas that a window keeps busy.
+
+    Requests of ``work_s`` replica-seconds arrive with ``burst_ratio`` times the variance of independent ones.
+    """
+    return math.sqrt(busy * work_s * burst_ratio / window_s)
