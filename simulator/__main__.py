@@ -1,4 +1,4 @@
-"""``python -m simulator``: sim, rollouts, scale, simulate, compare, batching, calibrate."""
+"""``python -m simulator``: sim, rollouts, scale, simulate, compare, batching, capacity, calibrate."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "handoff": ("simulator.handoff.map", "map where prefill and decode apart serve more"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
+    "capacity": ("simulator.capacity.plan", "plan the nodes that a load needs"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),
 }
 

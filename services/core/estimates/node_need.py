@@ -1,0 +1,116 @@
+"""How many nodes of one type a load needs: work and headroom, or why the type cannot serve it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.core.estimates.capacity import (
+    ReplicaCapacity,
+    RequestMix,
+    capacity_of,
+    spare_replicas,
+)
+from services.core.estimates.cost_model import CostModel
+from services.core.records import Priority
+
+ABSORB_S: Final = 60.0  # time within which arrivals of a class without a target are served
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """A kind of node that can be ordered. ``price_per_h`` 0: unknown."""
+
+    name: str
+    costs: CostModel
+    price_per_h: float = 0.0
+    available: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadClass:
+    """Requests of one class, or of one class and range of lengths, at their peak."""
+
+    name: str
+    rate_per_s: float
+    mix: RequestMix
+    prompt_tokens: float  # mean, cached tokens included
+    prefill_p99_tokens: int  # uncached prompt tokens of all but one in 100 requests
+    total_p99_tokens: int  # tokens of prompt and output of all but one in 100 requests
+    priority: Priority = Priority.STANDARD
+    ttft_s: float = math.inf
+    itl_s: float = math.inf
+    burst_ratio: float = 1.0  # variance of arrivals over that of independent ones
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of prompts and outputs."""
+        return self.rate_per_s * (self.prompt_tokens + self.mix.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """Why a type cannot serve a class: the field that excludes it, and a sentence with the mend."""
+
+    field: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNeed:
+    """Nodes that the load of a class keeps busy, and what one node does."""
+
+    nodes: float
+    capacity: ReplicaCapacity
+    absorb_s: float  # time that a request may wait before its prefill
+
+
+def need_of(costs: CostModel, load: LoadClass) -> NodeNeed | Unfit:
+    """Return the nodes that a class keeps busy, or why the type cannot serve it."""
+    kv_tokens = costs.kv_memory_bytes // costs.kv_bytes_per_token
+    if load.total_p99_tokens > kv_tokens:
+        text = f"requests of {load.total_p99_tokens} tokens do not fit into its KV of {kv_tokens} tokens: "
+        return Unfit("kv", text + "use nodes with more memory or limit the context")
+    prefill_s = costs.prefill_s(load.prefill_p99_tokens)
+    absorb_s = min(load.ttft_s - prefill_s, ABSORB_S)
+    if absorb_s <= 0.0:
+        text = f"{load.prefill_p99_tokens} prompt tokens take {prefill_s:.3g} s alone, the target is "
+        return Unfit("ttft", f"{text}{load.ttft_s:g} s: raise it above that, or use faster nodes")
+    capacity = capacity_of(costs, load.mix, itl_target_s=load.itl_s)
+    if capacity is None:
+        if capacity_of(costs, load.mix) is None:
+            text = (
+                f"{load.mix.shared_tokens + load.mix.held_tokens:.0f} tokens of a mean request and its prefix"
+            )
+            return Unfit(
+                "kv", f"{text} do not fit into its KV of {kv_tokens} tokens: use nodes with more memory"
+            )
+        text = f"a step with one sequence takes {costs.step_s(0, 1, round(load.mix.attended_tokens)):.3g} s"
+        return Unfit(
+            "itl", f"{text}, the target is {load.itl_s:g} s: raise it above that, or use faster nodes"
+        )
+    return NodeNeed(load.rate_per_s / capacity.requests_per_s, capacity, absorb_s)
+
+
+def spare_for(load: LoadClass, need: NodeNeed, nodes: float) -> float:
+    """Return the headroom of a class on nodes whose load of its rank and above is ``nodes``."""
+    one = need.capacity
+    work_s = load.mix.work_ratio / one.requests_per_s
+    return spare_replicas(
+        nodes, work_s, need.absorb_s, burst_ratio=load.burst_ratio, sequences=max(1.0, one.sequences)
+    )
+
+
+def total_of(loads: Sequence[tuple[LoadClass, NodeNeed]]) -> tuple[float, float]:
+    """Return the nodes that classes keep busy together, and the headroom that the most demanding one adds.
+
+    A class waits for those of its rank and above only, so lower classes do not add to its headroom.
+    """
+    busy = sum(need.nodes for _, need in loads)
+    most = busy
+    for load, need in loads:
+        above = sum(other.nodes for each, other in loads if each.priority.rank >= load.priority.rank)
+        most = max(most, above + spare_for(load, need, above))
+    return busy, most - busy
