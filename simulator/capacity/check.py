@@ -39,7 +39,7 @@ class CheckMix:
     preset: str = "a10"
     prefixes: int = 0
     prefix_blocks: int = 0
-    lasts_s: float = 75.0
+    lasts_s: float = 60.0
 
     def rows(self, seed: int) -> list[TraceRow]:
         """Return its trace. The first prefix is the most frequent one: 1 / n of the n-th."""
@@ -58,11 +58,13 @@ class CheckMix:
 
 
 MIXES: Final = {
-    "short chat": CheckMix(28.0, LogNormal(400.0, 0.6, 16, 4000), LogNormal(200.0, 0.6, 8, 1500)),
+    "short chat": CheckMix(36.0, LogNormal(400.0, 0.6, 16, 4000), LogNormal(200.0, 0.6, 8, 1500)),
     "long prompt": CheckMix(7.5, LogNormal(4000.0, 0.4, 500, 12_000), LogNormal(48.0, 0.5, 4, 400), 6.0),
-    "long output": CheckMix(18.0, LogNormal(100.0, 0.5, 8, 1000), LogNormal(350.0, 0.5, 8, 2500)),
+    "long output": CheckMix(
+        26.0, LogNormal(100.0, 0.5, 8, 1000), LogNormal(350.0, 0.5, 8, 2500), lasts_s=90.0
+    ),
     "shared prefix": CheckMix(
-        40.0, LogNormal(200.0, 0.6, 8, 2000), LogNormal(120.0, 0.6, 4, 1000), prefixes=8, prefix_blocks=4
+        44.0, LogNormal(200.0, 0.6, 8, 2000), LogNormal(120.0, 0.6, 4, 1000), prefixes=8, prefix_blocks=4
     ),
 }
 

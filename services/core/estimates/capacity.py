@@ -49,7 +49,7 @@ class RequestMix:
     held_tokens: float  # KV that a sequence reserves for itself, a mean over time
     before_tokens: float  # tokens before a prefilled one
     work_ratio: float = 1.0  # mean square of a request's tokens over their squared mean: 1 if all are equal
-    shared_tokens: float = 0.0  # KV of the prefixes that the sequences of a replica share
+    shared_tokens: float = 0.0  # KV of the prefixes that sequences share
 
     @property
     def tokens(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.estimates.capacity import (
@@ -17,6 +17,8 @@ from services.core.estimates.cost_model import CostModel
 from services.core.records import Priority
 
 ABSORB_S: Final = 60.0  # time within which arrivals of a class without a target are served
+
+_ROUNDS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +80,28 @@ def need_of(costs: CostModel, load: LoadClass) -> NodeNeed | Unfit:
     if absorb_s <= 0.0:
         text = f"{load.prefill_p99_tokens} prompt tokens take {prefill_s:.3g} s alone, the target is "
         return Unfit("ttft", f"{text}{load.ttft_s:g} s: raise it above that, or use faster nodes")
-    capacity = capacity_of(costs, load.mix, itl_target_s=load.itl_s)
+    capacity = _spread_capacity(costs, load)
     if capacity is None:
-        if capacity_of(costs, load.mix) is None:
-            text = (
-                f"{load.mix.shared_tokens + load.mix.held_tokens:.0f} tokens of a mean request and its prefix"
-            )
-            return Unfit(
-                "kv", f"{text} do not fit into its KV of {kv_tokens} tokens: use nodes with more memory"
-            )
-        text = f"a step with one sequence takes {costs.step_s(0, 1, round(load.mix.attended_tokens)):.3g} s"
-        return Unfit(
-            "itl", f"{text}, the target is {load.itl_s:g} s: raise it above that, or use faster nodes"
-        )
+        if _spread_capacity(costs, replace(load, itl_s=math.inf)) is None:
+            text = f"a mean request holds {load.mix.held_tokens:.0f} tokens and its prefix"
+            return Unfit("kv", f"{text}, its KV {kv_tokens}: use nodes with more memory")
+        step_s = costs.step_s(0, 1, round(load.mix.attended_tokens))
+        text = f"a step with one sequence takes {step_s:.3g} s, the target is {load.itl_s:g} s"
+        return Unfit("itl", f"{text}: raise it above that, or use faster nodes")
     return NodeNeed(load.rate_per_s / capacity.requests_per_s, capacity, absorb_s)
+
+
+def _spread_capacity(costs: CostModel, load: LoadClass) -> ReplicaCapacity | None:
+    """Return what a node serves if shared prefixes are spread over the nodes, with one more on each.
+
+    Requests are placed where their prefix is. Nodes and capacity depend on each other: a few rounds settle.
+    """
+    mix, nodes, capacity = load.mix, 1.0, None
+    for _ in range(_ROUNDS if mix.shared_tokens else 1):
+        shared = min(mix.shared_tokens, load.prompt_tokens - mix.prefill_tokens + mix.shared_tokens / nodes)
+        capacity = capacity_of(costs, replace(mix, shared_tokens=shared), itl_target_s=load.itl_s)
+        nodes = 4.0 * nodes if capacity is None else max(1.0, load.rate_per_s / capacity.requests_per_s)
+    return capacity
 
 
 def spare_for(load: LoadClass, need: NodeNeed, nodes: float) -> float:

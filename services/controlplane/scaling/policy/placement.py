@@ -9,8 +9,8 @@ A mixed-integer program. For load b of rank k, type t, share x and nodes n:
 
 ``busy`` and ``spare`` are those of ``services.core.estimates.node_need``; a type that misses a load's KV,
 first token or gap between tokens gets no share of it. A move is a node ordered or released, or a load on a
-type that has not served it. A type whose nodes are kept carries ``tolerance_ratio`` more than planned, and
-releases nodes only if the rest carries as much more, so that small changes of the rates move nothing.
+type that has not served it. Present nodes carry ``tolerance_ratio`` more than planned as long as none is
+released, and one is released only if the rest carries as much more: small changes of the rates move nothing.
 """
 
 from __future__ import annotations
@@ -163,10 +163,10 @@ class _Program:
             price.append(_SHIFT * shifted)
             if self.present.shares and not before:
                 moves.append(1.0 * column.serves)
-        per_zone = []
+        per_zone, releases = [], solver.addBinary()
         for index, kind in enumerate(self.types):
             count, now = solver.addIntegral(0, kind.available // self.limits.zones), self._now(kind)
-            ordered, released, releases = solver.addVariable(), solver.addVariable(), solver.addBinary()
+            ordered, released = solver.addVariable(), solver.addVariable()
             solver.addConstr(ordered - released == count * self.limits.zones - now)
             solver.addConstr(released <= now * releases)
             per_zone.append(count)
@@ -178,7 +178,8 @@ class _Program:
             solver.minimize(solver.qsum(moves))
         else:
             solver.addConstr(solver.qsum(moves) <= max_moves)
-            solver.minimize(solver.qsum(price) + self.limits.move_price_per_h * solver.qsum(moves))
+            move_price = self.limits.move_price_per_h if self.present.nodes else 0.0
+            solver.minimize(solver.qsum(price) + move_price * solver.qsum(moves))
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             if solver.getModelStatus() == highspy.HighsModelStatus.kTimeLimit:
                 text = f"no plan was found within {self.limits.time_limit_s:g} s: raise it, or merge loads"
