@@ -1,4 +1,4 @@
-"""The capacity plan of rates and traces: windows, prefixes, refusals by field, the output, and a simulated fleet."""
+"""The capacity plan of rates and traces: windows, prefixes, refusals by field, and a simulated fleet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from services.core.estimates.cost_model import PRESETS, encode
-from services.core.estimates.node_need import NodeNeed, NodeType, need_of
+from services.core.estimates.node_need import NodeNeed, NodeType, Unfit, need_of
 from simulator.capacity.check import ATTAINMENT, MIXES, CheckMix, attainment, least_workers, planned
 from simulator.capacity.load import LatencyTarget, LoadError, windows_of
 from simulator.capacity.node_types import FIGURES, SHIPPED, Basis, read_node_types
-from simulator.capacity.plan import NodePlan, main, plan_type
+from simulator.capacity.plan import NodePlan, dearest, main, plan_type
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.load.replay import mooncake_like
@@ -76,6 +76,20 @@ def test_the_peak_decides_not_the_mean() -> None:
     assert isinstance(alone, NodePlan)
     assert plan.peak_s == 120.0
     assert abs(plan.nodes - alone.nodes) <= 1
+
+
+def test_several_types_are_planned_for_the_dearest_window() -> None:
+    made = [*rows(Poisson(10.0), 60.0), *rows(Poisson(30.0), 60.0, from_s=60.0)]
+    made += rows(Poisson(20.0), 60.0, from_s=120.0)
+    windows = windows_of(made, TARGET)
+    assert dearest(windows, read_node_types(SHIPPED).only([]).types) is windows[1]
+
+
+def test_a_rare_request_that_no_node_holds_is_refused() -> None:
+    made = [TraceRow(at / 5, 30_000 if at % 50 == 0 else 500, 100) for at in range(400)]
+    found = plan_type(NodeType("a10", PRESETS["a10"]), windows_of(made, LatencyTarget()), 1)
+    assert isinstance(found, Unfit)
+    assert found.field == "kv"
 
 
 def test_bursts_within_windows_raise_the_headroom() -> None:
