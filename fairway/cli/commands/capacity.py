@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -19,49 +18,29 @@ class PlanFormat(StrEnum):
     JSON = "json"
 
 
+def _repeated(flag: str, text: str) -> Any:
+    return typer.Option(flag, help=f"{text} Repeatable.", show_default=False)
+
+
+Texts = list[str] | None
+_RATES: Final = "CLASS:RATE:PROMPT:OUTPUT[:CACHED]: requests/s, tokens, cached share."
+_TYPES: Final = "File of node types; else the shipped one."
+
+
 @app.command()
 def plan(
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Azure or Mooncake trace; its peak minute decides.", show_default=False),
+        Path | None, typer.Option("--trace", help="Azure or Mooncake trace; its peak minute decides.")
     ] = None,
-    rates: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rates",
-            help="CLASS:RATE:PROMPT:OUTPUT[:CACHED]: requests/s, tokens, cached share. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    node_types: Annotated[
-        Path | None,
-        typer.Option("--node-types", help="File of node types; else the shipped one.", show_default=False),
-    ] = None,
-    types: Annotated[
-        list[str] | None,
-        typer.Option("--types", help="Type to plan, else all of one model. Repeatable.", show_default=False),
-    ] = None,
-    preset: Annotated[
-        str, typer.Option("--preset", help="A preset or a file of `fairway calibrate` instead of types.")
-    ] = "",
-    zones: Annotated[
-        int, typer.Option("--zones", min=1, max=64, help="Zones, of which any one may be lost.")
-    ] = 1,
-    ttft: Annotated[
-        list[str] | None,
-        typer.Option("--ttft", help="[CLASS:]TIME to the first token, such as 2s.", show_default=False),
-    ] = None,
-    itl: Annotated[
-        list[str] | None,
-        typer.Option("--itl", help="[CLASS:]TIME between tokens, such as 50ms.", show_default=False),
-    ] = None,
-    mix: Annotated[
-        bool, typer.Option("--mix", help="Share the load over several types at the least price.")
-    ] = False,
-    now: Annotated[
-        list[str] | None,
-        typer.Option("--now", help="TYPE=NODES that run now, for few moves; with --mix.", show_default=False),
-    ] = None,
+    rates: Annotated[Texts, _repeated("--rates", _RATES)] = None,
+    node_types: Annotated[Path | None, typer.Option("--node-types", help=_TYPES)] = None,
+    types: Annotated[Texts, _repeated("--types", "Type to plan, else all of one model.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="Preset or file of `fairway calibrate`.")] = "",
+    zones: Annotated[int, typer.Option("--zones", min=1, max=64, help="Zones; one may be lost.")] = 1,
+    ttft: Annotated[Texts, _repeated("--ttft", "[CLASS:]TIME to the first token, such as 2s.")] = None,
+    itl: Annotated[Texts, _repeated("--itl", "[CLASS:]TIME between tokens, such as 50ms.")] = None,
+    mix: Annotated[bool, typer.Option("--mix", help="Share the load over several types.")] = False,
+    now: Annotated[Texts, _repeated("--now", "TYPE=NODES that run now; with --mix.")] = None,
     output: Annotated[PlanFormat, typer.Option("-o", "--output", help="Output format.")] = PlanFormat.TABLE,
 ) -> None:
     """Show how many nodes a load needs, by type, what bounds them and what they cost.
@@ -79,14 +58,8 @@ def plan(
     given += ["--mix"] if mix else []
     for flag, paths in (("--trace", trace), ("--node-types", node_types)):
         given += [flag, str(paths)] if paths is not None else []
-    lists: tuple[tuple[str, Sequence[str] | None], ...] = (
-        ("--rates", rates),
-        ("--types", types),
-        ("--ttft", ttft),
-        ("--itl", itl),
-        ("--now", now),
-    )
-    for flag, values in lists:
+    repeated = {"--rates": rates, "--types": types, "--ttft": ttft, "--itl": itl, "--now": now}
+    for flag, values in repeated.items():
         given += [f"{flag}={value}" for value in values or ()]
     run_simulator(
         "capacity", given, reason="CAPACITY", next_step="`fairway capacity plan --help` shows the options"
