@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from services.core.estimates.capacity import with_zones
 from services.core.estimates.cost_model import PRESETS
-from services.core.estimates.node_need import Unfit, need_of, total_of
+from services.core.estimates.node_need import NodeType, Unfit
 from simulator.capacity.load import LatencyTarget, LoadError, windows_of
+from simulator.capacity.node_plan import NodePlan, plan_type
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import simulate
 from simulator.lab.load.arrivals import Poisson
@@ -82,16 +82,13 @@ def attainment(mix: CheckMix, rows: Sequence[TraceRow], workers: int) -> float:
     return good / len(rows)
 
 
-def planned(mix: CheckMix, rows: Sequence[TraceRow]) -> tuple[int, float]:
-    """Return the nodes of the plan, and the fraction of nodes that it rounds up. Raises LoadError."""
-    most = 0.0
-    for window in windows_of(rows, LatencyTarget(mix.ttft_s)):
-        (load,) = window.loads
-        need = need_of(PRESETS[mix.preset], load)
-        if isinstance(need, Unfit):
-            raise LoadError(need.text)
-        most = max(most, sum(total_of([(load, need)])))
-    return with_zones(most, 1), most
+def planned(mix: CheckMix, rows: Sequence[TraceRow]) -> NodePlan:
+    """Return the plan for its trace. Raises LoadError."""
+    kind = NodeType(mix.preset, PRESETS[mix.preset])
+    plan = plan_type(kind, windows_of(rows, LatencyTarget(mix.ttft_s)), 1)
+    if isinstance(plan, Unfit):
+        raise LoadError(plan.text)
+    return plan
 
 
 def least_workers(mix: CheckMix, rows: Sequence[TraceRow], first: int) -> int:
@@ -111,10 +108,13 @@ def check(names: Sequence[str], seed: int) -> int:
     for name in names:
         mix = MIXES[name]
         rows = mix.rows(seed)
-        nodes, exact = planned(mix, rows)
-        least = least_workers(mix, rows, nodes)
-        errors[name] = round((nodes - least) / least, 3)
-        print(f"{name}: planned {nodes} ({exact:.2f}), simulated {least}, {len(rows)} requests", flush=True)
+        plan = planned(mix, rows)
+        least = least_workers(mix, rows, plan.nodes)
+        errors[name] = round((plan.nodes - least) / least, 3)
+        exact = plan.prefill_nodes + plan.decode_nodes + plan.headroom_nodes
+        print(
+            f"{name}: planned {plan.nodes} ({exact:.2f}), simulated {least}, {len(rows)} requests", flush=True
+        )
     worst = max(map(abs, errors.values()))
     print("RESULT", json.dumps({"plan_error": worst, "errors": errors, "seed": seed}))
     return int(worst > 0.1)

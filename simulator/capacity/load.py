@@ -8,8 +8,9 @@ consecutive requests grow with the number of requests: the part that does not gr
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.estimates.capacity import mix_of
@@ -70,7 +71,11 @@ def windows_of(
     rows: Iterable[TraceRow], target: LatencyTarget, *, by_length: bool = False
 ) -> list[LoadWindow]:
     """Return the windows of a trace. Raises LoadError for one with a gap, TraceError."""
-    windows, bursts, lengths = [], _Bursts(), dict[str, _Lengths]()
+    windows, bursts, lengths = (
+        [],
+        _Bursts(),
+        defaultdict[str, tuple[Sketch, Sketch]](lambda: (Sketch(), Sketch())),
+    )
     for from_s, lasts_s, part in _parts(_without_gap(rows)):
         bursts.count([row.row.arrival_s - from_s for row in part], lasts_s)
         private_ratio, shared_tokens = _sharing(part)
@@ -78,25 +83,28 @@ def windows_of(
         for row in part:
             name = _range(row.row) if by_length else "trace"
             groups.setdefault(name, []).append(row.lengths)
-            lengths.setdefault(name, _Lengths()).add(*row.lengths)
-        loads = tuple(
-            replace(
-                _load(name, len(of) / lasts_s, of, private_ratio=private_ratio, shared_tokens=shared_tokens),
-                ttft_s=target.ttft_s,
-                itl_s=target.itl_s,
-            )
+            prompt, cached, output = row.lengths
+            for sketch, tokens in zip(lengths[name], (prompt - cached, prompt + output), strict=True):
+                sketch.add(tokens)
+        loads = (
+            _load(name, len(of) / lasts_s, of, private_ratio=private_ratio, shared_tokens=shared_tokens)
             for name, of in sorted(groups.items())
         )
-        windows.append(LoadWindow(from_s, loads))
-    return [
-        replace(
-            one,
-            loads=tuple(
-                lengths[load.name].long(replace(load, burst_ratio=bursts.ratio)) for load in one.loads
-            ),
+        windows.append(LoadWindow(from_s, tuple(loads)))
+
+    def whole(load: LoadClass) -> LoadClass:
+        """Return the load of a window with what is counted over the whole trace."""
+        prefill, total = (round(sketch.quantile(0.99) or 0.0) for sketch in lengths[load.name])
+        return replace(
+            load,
+            prefill_p99_tokens=prefill,
+            total_p99_tokens=total,
+            burst_ratio=bursts.ratio,
+            ttft_s=target.ttft_s,
+            itl_s=target.itl_s,
         )
-        for one in windows
-    ]
+
+    return [replace(one, loads=tuple(map(whole, one.loads))) for one in windows]
 
 
 def _load(
@@ -111,23 +119,6 @@ def _load(
     mean_prompt = sum(prompt for prompt, _, _ in lengths) / len(lengths)
     prompt, cached, output = lengths[0]
     return LoadClass(name, rate_per_s, mix, mean_prompt, prompt - cached, prompt + output)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lengths:
-    """Lengths of all requests of a load over the whole trace, in tokens."""
-
-    prefill: Sketch = field(default_factory=Sketch)
-    total: Sketch = field(default_factory=Sketch)
-
-    def add(self, prompt: int, cached: int, output: int) -> None:
-        self.prefill.add(prompt - cached)
-        self.total.add(prompt + output)
-
-    def long(self, load: LoadClass) -> LoadClass:
-        """Return the load with the lengths that all but one in 100 requests stay below."""
-        prefill, total = (round(sketch.quantile(0.99) or 0.0) for sketch in (self.prefill, self.total))
-        return replace(load, prefill_p99_tokens=prefill, total_p99_tokens=total)
 
 
 def _range(row: TraceRow) -> str:

@@ -19,8 +19,9 @@ from services.core.estimates.cost_model import PRESETS, encode
 from services.core.estimates.node_need import NodeNeed, NodeType, Unfit, need_of
 from simulator.capacity.check import ATTAINMENT, MIXES, CheckMix, attainment, least_workers, planned
 from simulator.capacity.load import LatencyTarget, LoadError, windows_of
+from simulator.capacity.node_plan import NodePlan, dearest, plan_type
 from simulator.capacity.node_types import FIGURES, SHIPPED, Basis, read_node_types
-from simulator.capacity.plan import NodePlan, dearest, main, plan_type
+from simulator.capacity.plan import main
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 from simulator.lab.load.lengths import LogNormal
 from simulator.lab.load.replay import mooncake_like
@@ -264,7 +265,7 @@ def test_a_small_fleet_needs_what_is_planned() -> None:
         6.0, LogNormal(1500.0, 0.3, 100, 4000), LogNormal(40.0, 0.5, 4, 200), ttft_s=3.0, lasts_s=40.0
     )
     made = short.rows(0)
-    nodes, _ = planned(short, made)
+    nodes = planned(short, made).nodes
     assert nodes == least_workers(short, made, nodes)
     assert attainment(short, made, nodes) >= ATTAINMENT
 
@@ -273,7 +274,7 @@ def test_a_small_fleet_needs_what_is_planned() -> None:
 @pytest.mark.parametrize("name", MIXES)
 def test_the_plan_of_each_mix_is_within_a_tenth_of_a_simulated_fleet(name: str) -> None:
     made = MIXES[name].rows(0)
-    nodes, _ = planned(MIXES[name], made)
+    nodes = planned(MIXES[name], made).nodes
     least = least_workers(MIXES[name], made, nodes)
     assert abs(nodes - least) <= 0.1 * least
 
