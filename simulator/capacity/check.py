@@ -111,10 +111,8 @@ def check(names: Sequence[str], seed: int) -> int:
         plan = planned(mix, rows)
         least = least_workers(mix, rows, plan.nodes)
         errors[name] = round((plan.nodes - least) / least, 3)
-        exact = plan.prefill_nodes + plan.decode_nodes + plan.headroom_nodes
-        print(
-            f"{name}: planned {plan.nodes} ({exact:.2f}), simulated {least}, {len(rows)} requests", flush=True
-        )
+        text = f"planned {plan.nodes} ({plan.exact:.2f}), simulated {least}, {len(rows)} requests"
+        print(f"{name}: {text}", flush=True)
     worst = max(map(abs, errors.values()))
     print("RESULT", json.dumps({"plan_error": worst, "errors": errors, "seed": seed}))
     return int(worst > 0.1)

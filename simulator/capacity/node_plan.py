@@ -27,6 +27,11 @@ class NodePlan:
     price_per_h: float | None
     price_per_1m_tokens: float | None  # tokens of prompts and outputs, at the peak
 
+    @property
+    def exact(self) -> float:
+        """Nodes in one zone before they are rounded up."""
+        return self.prefill_nodes + self.decode_nodes + self.headroom_nodes
+
 
 def plan_type(kind: NodeType, windows: Sequence[LoadWindow], zones: int) -> NodePlan | Unfit:
     """Return the nodes of one type that carry every window, or why the type cannot."""
@@ -39,7 +44,7 @@ def plan_type(kind: NodeType, windows: Sequence[LoadWindow], zones: int) -> Node
                 return Unfit(need.field, f"{load.name}: {need.text}")
             needs.append((load, need))
         busy, spare = total_of(needs)
-        if most is not None and busy + spare <= most.prefill_nodes + most.decode_nodes + most.headroom_nodes:
+        if most is not None and busy + spare <= most.exact:
             continue
         nodes = with_zones(busy + spare, zones)
         prefill = sum(need.nodes * need.capacity.prefill_ratio for _, need in needs)
