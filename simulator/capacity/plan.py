@@ -166,7 +166,8 @@ def _show_mix(parsed: argparse.Namespace, kinds: NodeTypes, window: LoadWindow) 
     rows = [(name, str(count)) for name, count in plan.nodes.items()]
     print("\n".join(aligned([("type", "nodes"), *rows], left=1)))
     gap = f", at most {plan.gap_ratio:.1%} above the cheapest" if plan.gap_ratio else ""
-    print(f"${plan.price_per_h:.2f} per hour, {plan.moves} moves{gap}. {plan.note}".rstrip())
+    moves = f", {plan.moves} moves" if parsed.now else ""
+    print(f"${plan.price_per_h:.2f} per hour{moves}{gap}. {plan.note}".rstrip())
     for name in plan.choices:
         print(f"{name}: {plan.explain(name)}")
     print("\n".join(_assumed(kinds)))
