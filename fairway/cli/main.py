@@ -18,6 +18,7 @@ from fairway.cli.commands import (
     accounts,
     audit,
     batches,
+    capacity,
     certs,
     deployments,
     engines,
@@ -103,6 +104,7 @@ app.add_typer(accounts.budgets, name="budgets")
 app.add_typer(deployments.objectives, name="objectives")
 app.add_typer(reliability.quarantine, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
+app.add_typer(capacity.app, name="capacity")
 app.add_typer(audit.app, name="audit")
 app.add_typer(reliability.requests, name="requests")
 placements.add_queue(app)

@@ -10,6 +10,8 @@ With the terms of ``CostModel``,
 where A is the KV that a decode reads and B the tokens before a prefilled one. r grows with n; the KV, the
 number of sequences and the target of the gap between tokens bound n. Prefill and decode are terms of one
 step: neither is planned as if it had the device to itself, and no share of the device is counted twice.
+KV that has room for n sequences and a fraction holds n, on average half a sequence less than fits. The last
+block of a sequence is half empty, and a prefix that sequences share is held once.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Final
 from services.core.estimates.cost_model import CostModel
 
 MAX_SEQUENCES: Final = 256  # sequences of one engine, unless its settings state another number
+BLOCK_TOKENS: Final = 16  # tokens of a KV block
 _SATURATED_RATIO: Final = 0.9  # share of the asymptotic rate from which the computation bounds, not n
 
 
@@ -43,9 +46,10 @@ class RequestMix:
     prefill_tokens: float  # prompt tokens that no cache has
     output_tokens: float
     attended_tokens: float  # KV that one decode reads, a mean over output tokens
-    held_tokens: float  # KV that a sequence reserves, a mean over time
+    held_tokens: float  # KV that a sequence reserves for itself, a mean over time
     before_tokens: float  # tokens before a prefilled one
     work_ratio: float = 1.0  # mean square of a request's tokens over their squared mean: 1 if all are equal
+    shared_tokens: float = 0.0  # KV of the prefixes that sequences share
 
     @property
     def tokens(self) -> float:
@@ -53,8 +57,13 @@ class RequestMix:
         return self.prefill_tokens + self.output_tokens
 
 
-def mix_of(requests: Iterable[tuple[int, int, int]]) -> RequestMix:
-    """Return the means of (prompt, cached prompt, output) tokens. Raises ValueError if none has output."""
+def mix_of(
+    requests: Iterable[tuple[int, int, int]], *, private_ratio: float = 1.0, shared_tokens: float = 0.0
+) -> RequestMix:
+    """Return the means of (prompt, cached prompt, output) tokens. Raises ValueError if none has output.
+
+    ``private_ratio`` of what is cached is held by each sequence; the rest is part of ``shared_tokens``.
+    """
     count = prefill = output = attended = held = before = squares = 0.0
     for prompt, cached, produced in requests:
         fresh = prompt - cached
@@ -62,7 +71,7 @@ def mix_of(requests: Iterable[tuple[int, int, int]]) -> RequestMix:
         prefill += fresh
         output += produced
         attended += produced * (prompt + produced / 2)
-        held += produced * (prompt + produced)
+        held += produced * (fresh + private_ratio * cached + produced)
         before += fresh * (cached + fresh / 2)
         squares += (fresh + produced) ** 2
     if not output:
@@ -74,6 +83,7 @@ def mix_of(requests: Iterable[tuple[int, int, int]]) -> RequestMix:
         held / output,
         before / prefill if prefill else 0.0,
         squares * count / (prefill + output) ** 2,
+        shared_tokens,
     )
 
 
@@ -83,9 +93,12 @@ class ReplicaCapacity:
 
     requests_per_s: float
     sequences: float  # sequences that decode together at that rate
+    kv_sequences: float  # sequences that its KV holds
     step_s: float
     prefill_ratio: float  # share of a step that prefills
     bound: Bound
+    prefill_per_s: float  # requests per second that it would prefill without decoding
+    decode_per_s: float  # requests per second that it would decode without prefilling
 
     def tokens_per_s(self, mix: RequestMix) -> float:
         """Return the rate in prompt and output tokens."""
@@ -109,7 +122,9 @@ def capacity_of(
         hidden_s = max(0.0, costs.weight_read_s - sequences * linear_s)
         return costs.base_s + hidden_s + sequences * (prefill_s + decode_s)
 
-    kv = costs.kv_memory_bytes / costs.kv_bytes_per_token / mix.held_tokens
+    kv_tokens = costs.kv_memory_bytes / costs.kv_bytes_per_token - mix.shared_tokens
+    room = kv_tokens / (mix.held_tokens + BLOCK_TOKENS / 2)
+    kv = room - min(0.5, max(0.0, room - 1.0))
     by_target = _largest(step_s, itl_target_s, float(max_sequences))
     sequences = min(kv, by_target, float(max_sequences))
     if sequences < 1.0:
@@ -123,7 +138,11 @@ def capacity_of(
         bound = Bound.KV
     else:
         bound = Bound.ITL if sequences == by_target < max_sequences else Bound.SEQUENCES
-    return ReplicaCapacity(rate, sequences, found_s, prefill_ratio, bound)
+    decoding_s = costs.base_s + max(costs.weight_read_s, sequences * costs.decode_sequence_s)
+    decoding_s += sequences * mix.attended_tokens * costs.attended_token_s
+    prefill_per_s = 1.0 / (prefill_s * mix.output_tokens) if prefill_s else math.inf
+    decode_per_s = sequences / (mix.output_tokens * decoding_s)
+    return ReplicaCapacity(rate, sequences, kv, found_s, prefill_ratio, bound, prefill_per_s, decode_per_s)
 
 
 def _largest(step_s: Callable[[float], float], target_s: float, most: float) -> float:
@@ -138,16 +157,42 @@ def _largest(step_s: Callable[[float], float], target_s: float, most: float) -> 
 
 
 def spare_replicas(
-    load_replicas: float, work_s: float, absorb_s: float, *, burst_ratio: float = 1.0, z: float = 2.33
+    load_replicas: float,
+    work_s: float,
+    absorb_s: float,
+    *,
+    burst_ratio: float = 1.0,
+    z: float = 2.33,
+    sequences: float = 1.0,
 ) -> float:
     """Return the headroom for arrivals that vary around their rate, in replicas.
 
     ``load_replicas`` of work arrive per second in requests of ``work_s`` replica-seconds each, independently
-    (or with ``burst_ratio`` times the variance), and what arrives within ``absorb_s`` is served in time. Work
-    within that time has the standard deviation sqrt(load * work * absorb); ``z`` of them are kept free, the
-    square-root rule of Halfin and Whitt, Heavy-traffic limits for queues with many exponential servers, 1981.
+    (or with ``burst_ratio`` times the variance), and a replica serves ``sequences`` at once. With x replicas
+    spare, a request waits longer than ``absorb_s`` with the probability
+
+        a(x * sqrt(sequences / (load * burst))) * exp(-2 * x * absorb / (work * burst))
+
+    where a(b) = 1 / (1 + b * P(Z < b) / p(b)) is the probability to wait at all, with Z normal of density p
+    (Halfin and Whitt, Heavy-traffic limits for queues with many exponential servers, 1981), and the backlog
+    of a busy fleet decays exponentially (Kingman, 1961). The least x is returned whose probability is
+    P(Z > ``z``).
     """
-    return z * math.sqrt(load_replicas * work_s * burst_ratio / absorb_s)
+    if load_replicas <= 0.0:
+        return 0.0
+    allowed = math.erfc(z / math.sqrt(2.0)) / 2.0
+
+    def late(spare: float) -> float:
+        b = spare * math.sqrt(sequences / (load_replicas * burst_ratio))
+        density = math.exp(-b * b / 2.0) / math.sqrt(2.0 * math.pi)
+        waits = density / (density + b * (1.0 - math.erfc(b / math.sqrt(2.0)) / 2.0))
+        return waits * math.exp(-2.0 * spare * absorb_s / (work_s * burst_ratio))
+
+    low, high = 0.0, (z + 1.0) * math.sqrt(load_replicas * burst_ratio / sequences)  # late(high) < allowed
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if late(middle) > allowed else (low, middle)
+    return high
 
 
 def with_zones(replicas: float, zones: int) -> int:

@@ -79,7 +79,7 @@ def test_what_bounds_a_replica_is_named() -> None:
 def test_one_sequence_at_a_time_has_its_steps_to_itself() -> None:
     """Each of its steps also has a share of the next prompt."""
     a100, mix = PRESETS["a100"], mix_of([(1000, 0, 200)])
-    found = capacity_of(replace(a100, kv_memory_bytes=1200 * a100.kv_bytes_per_token), mix)
+    found = capacity_of(replace(a100, kv_memory_bytes=1208 * a100.kv_bytes_per_token), mix)
     assert found is not None
     assert found.requests_per_s == pytest.approx(1 / (200 * a100.step_s(5, 1, 1100, 2500)))
 
@@ -93,11 +93,61 @@ def test_a_tighter_gap_between_tokens_costs_rate() -> None:
     assert tight.requests_per_s < free.requests_per_s
 
 
-def test_headroom_grows_with_the_root_of_the_load() -> None:
-    one, hundred = spare_replicas(1.0, 0.1, 2.0), spare_replicas(100.0, 0.1, 2.0)
-    assert hundred == pytest.approx(10 * one)
-    assert spare_replicas(1.0, 0.1, 2.0, burst_ratio=4.0) == pytest.approx(2 * one)
+def late_ratio(spare: float, load: float, work_s: float, absorb_s: float, sequences: int) -> float:
+    """Return the share of requests that wait too long, of the exact Erlang formula of M/M/c queues."""
+    servers, offered = round((load + spare) * sequences), load * sequences
+    blocked = 1.0
+    for count in range(1, servers + 1):
+        blocked = offered * blocked / (count + offered * blocked)
+    waits = servers * blocked / (servers - offered * (1.0 - blocked))
+    return waits * math.exp(-(servers - offered) * absorb_s / (work_s * sequences))
+
+
+@pytest.mark.parametrize("sequences", [1, 32, 256])
+@pytest.mark.parametrize(("load", "absorb_s"), [(8.0, 0.5), (8.0, 2.0), (60.0, 0.1), (60.0, 2.0)])
+def test_headroom_meets_the_target_of_an_exact_queue(load: float, absorb_s: float, sequences: int) -> None:
+    """Exponential work has twice the variance, which ``work_ratio`` 2 states. Servers come whole."""
+    spare = spare_replicas(load, 0.2 * 2.0, absorb_s, sequences=sequences)
+    whole = math.ceil((load + spare) * sequences) / sequences - load
+    assert late_ratio(whole, load, 0.2, absorb_s, sequences) < 0.02
+    assert late_ratio(0.6 * spare, load, 0.2, absorb_s, sequences) > 0.01 or sequences * spare < 3
+
+
+def test_headroom_without_time_is_that_of_the_square_root_rule() -> None:
+    one, hundred = spare_replicas(1.0, 0.1, 0.0), spare_replicas(100.0, 0.1, 0.0)
+    assert hundred == pytest.approx(10 * one, rel=1e-3)
+    assert hundred == pytest.approx(2.33 * 10, rel=0.05)
+
+
+def test_headroom_grows_with_bursts_and_work_and_shrinks_with_time() -> None:
+    plain = spare_replicas(10.0, 0.1, 2.0)
+    assert plain < spare_replicas(10.0, 0.1, 2.0, burst_ratio=4.0)
+    assert plain < spare_replicas(10.0, 0.2, 2.0)
+    assert plain > spare_replicas(10.0, 0.1, 3.0)
+    assert plain > spare_replicas(10.0, 0.1, 2.0, sequences=64)
+    assert plain > spare_replicas(10.0, 0.1, 2.0, z=1.0)
     assert spare_replicas(0.0, 0.1, 2.0) == 0.0
+
+
+def test_a_shared_prefix_is_held_once() -> None:
+    a10, requests = PRESETS["a10"], [(4096, 3584, 128)]
+    private, shared = (
+        capacity_of(a10, mix)
+        for mix in (mix_of(requests), mix_of(requests, private_ratio=0.0, shared_tokens=3584.0))
+    )
+    assert private is not None
+    assert shared is not None
+    assert shared.kv_sequences > 4 * private.kv_sequences
+    assert shared.requests_per_s > private.requests_per_s
+    kv_tokens = a10.kv_memory_bytes / a10.kv_bytes_per_token
+    assert shared.kv_sequences == pytest.approx((kv_tokens - 3584) / (512 + 128 + 8) - 0.5)
+
+
+def test_prefill_and_decode_apart_are_each_faster_than_together() -> None:
+    found = capacity_of(H100, mix_of([(2000, 0, 200)]))
+    assert found is not None
+    assert found.requests_per_s < min(found.prefill_per_s, found.decode_per_s)
+    assert 1 / found.prefill_per_s == pytest.approx(found.prefill_ratio / found.requests_per_s)
 
 
 @pytest.mark.parametrize(

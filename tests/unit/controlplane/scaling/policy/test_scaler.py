@@ -161,7 +161,7 @@ def test_burn_adds_replicas_only_while_requests_wait_and_none_start() -> None:
 
 
 def test_the_lower_of_the_measured_and_the_calibrated_rate_counts_and_the_bound_is_named() -> None:
-    capacity = ReplicaCapacity(5.0, 64.0, 0.1, 0.2, Bound.DECODE)
+    capacity = ReplicaCapacity(5.0, 64.0, 64.0, 0.1, 0.2, Bound.DECODE, 25.0, 6.0)
     pool = Driven()
     # 5 requests of 10 a second: half the measured rate.
     found = [pool.step(300.0, capacity=capacity) for _ in range(600)][-1]
