@@ -1707,6 +1707,7 @@ class Node(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
     COST_PER_HOUR_FIELD_NUMBER: _builtins.int
+    PREFETCHED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1733,6 +1734,10 @@ class Node(_message.Message):
     def drain(self) -> Global___DrainProgress:
         """Set while draining."""
 
+    @_builtins.property
+    def prefetched(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Digests of versions that it holds on disk and in memory without running them."""
+
     def __init__(
         self,
         *,
@@ -1752,10 +1757,11 @@ class Node(_message.Message):
         tenant: _builtins.str = ...,
         slice: _builtins.str = ...,
         cost_per_hour: _builtins.float = ...,
+        prefetched: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "prefetched", b"prefetched", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import urllib.error
@@ -109,7 +110,8 @@ def test_a_request_that_no_size_meets_is_refused_with_figures(caller: Caller) ->
     refused = caller.ask(quality=61)
     small = caller.stack.model
     assert refused.body["error"]["message"] == (
-        f"no size of auto meets the request: {small} needs quality 61, has 0; large needs quality 61, has 60"
+        f"no size of auto meets the request: {small} needs x-fairway-quality 61, has 0; "
+        "large needs x-fairway-quality 61, has 60"
     )
     assert (refused.status, refused.body["error"]["param"]) == (400, "x-fairway-quality")
     assert caller.ask(quality=101).status == 400
@@ -140,7 +142,7 @@ def test_the_size_that_serves_is_the_one_that_is_paid(caller: Caller) -> None:
         caller.cli("deployments", "update", "large", "--input-price", "0", "--output-price", "0")
 
 
-async def test_a_key_keeps_its_size(caller: Caller) -> None:
+def test_a_key_keeps_its_size(caller: Caller) -> None:
     first = caller.ask(quality=60, key="kept")
     caller.cli("aliases", "update", "auto", "--size", "large")
     caller.until(lambda answer: answer.body.get("model") == "large")
@@ -151,12 +153,15 @@ async def test_a_key_keeps_its_size(caller: Caller) -> None:
     caller.cli("aliases", "update", "auto", "--size", f"{small}:context=64", "--size", "large:quality=60")
     caller.until(lambda answer: answer.body.get("model") == small)
     generation = pb.Generation(model="auto", prompt="hi", max_output_tokens=4, quality=60)
-    async with caller.stack.inference() as stub:
-        done = await stub.Complete(
-            pb.CompleteRequest(generation=generation), metadata=metadata(caller.stack.api_key)
-        )
+    done = asyncio.run(complete(caller.stack, generation))
     assert (done.accepted.model, done.accepted.size.alias) == ("large", "auto")
     assert [one.deployment for one in done.accepted.size.passed] == [small]
+
+
+async def complete(stack: Stack, generation: pb.Generation) -> pb.CompleteResponse:
+    async with stack.inference() as stub:
+        request = pb.CompleteRequest(generation=generation)
+        return await stub.Complete(request, metadata=metadata(stack.api_key))
 
 
 def test_names_are_of_a_deployment_or_an_alias(caller: Caller) -> None:

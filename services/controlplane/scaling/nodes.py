@@ -21,6 +21,7 @@ from services.controlplane.scaling.policy.nodes import (
     NodePlan,
     NodeSituation,
     plan_nodes,
+    warm_nodes,
 )
 from services.controlplane.telemetry import NodeTelemetry
 from services.core.backoff import Backoff
@@ -54,7 +55,9 @@ class NodeController:
         limits: NodeLimits,
         new_id: Callable[[], str],
         telemetry: NodeTelemetry,
+        growth_variance: Callable[[], float],
     ) -> None:
+        """``growth_variance``: of the nodes that are needed more while a replica starts."""
         self._store = store
         self._informer = informer
         self._leadership = leadership
@@ -64,6 +67,7 @@ class NodeController:
         self._limits = limits
         self._new_id = new_id
         self._telemetry = telemetry
+        self._growth_variance = growth_variance
         self._idle_since_s: dict[str, float] = {}
         self._backoff = Backoff(PERIOD_S, 300.0)
         self._failures, self._next_s = 0, 0.0
@@ -95,8 +99,9 @@ class NodeController:
         orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
         fleet = fleet_of(held.record for held in self._informer.view.values())
         self._observe_idle(fleet, now_s)
-        needs = _needs(fleet)
-        if not needs and all(one.ended for one in orders):
+        needs, idle = _needs(fleet), len(self._idle_since_s)
+        warm = warm_nodes(len(fleet.workers) - idle, self._growth_variance(), self._limits)
+        if not needs and idle >= warm and all(one.ended for one in orders):
             self._telemetry.orders(orders)
             return  # nothing is asked of a provider that has nothing to do
         plan = plan_nodes(
@@ -106,6 +111,7 @@ class NodeController:
                 {worker.worker_id for worker in fleet.workers},
                 self._idle_since_s,
                 needs,
+                warm,
                 self._clock.unix_s(),
                 now_s,
             ),

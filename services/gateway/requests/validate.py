@@ -116,16 +116,15 @@ class Validator:
         """
         bounds.check(generation)
         alias = self._catalog.alias(generation.model) if pinned is None else None
-        if alias is None:
-            route = self._route(principal, generation, pinned)
-            self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        route = None if alias is not None else self._servable(principal, generation, pinned)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
         check_scoring(generation)
         check_tools(generation)
-        if alias is None:
+        if route is not None:
             return Checked(route, priority)
+        assert alias is not None, "a request without a route names an alias"
         _check_vocabulary(generation)
         return self._sized(principal, generation, alias, priority, SizeChoice(generation.model))
 
@@ -143,13 +142,12 @@ class Validator:
         ``chosen`` has those before it, ``refusal`` why the last of them cannot serve it, which is raised
         where no other does.
         """
-        needs, residency = _needs(generation), self._identity.residency(principal.tenant_id)
+        needs = _needs(generation)
         for size in self._usable(principal, generation.model, alias)[len(chosen.passed) :]:
             unmet = size.unmet(needs)
             if not unmet:
                 try:
-                    route = self._route(principal, generation, name=size.deployment)
-                    self._catalog.require_servable(route, residency)
+                    route = self._servable(principal, generation, name=size.deployment)
                     return Checked(route, priority, size, chosen)
                 except (ModelNotFound, NoWorkerAvailable, ResidencyUnavailable) as error:
                     unmet, refusal = error.reason, error
@@ -158,6 +156,18 @@ class Validator:
             f"no size of {generation.model} meets the request: {chosen.unmet}",
             field="quality" if generation.quality else "model",
         )
+
+    def _servable(
+        self,
+        principal: Principal,
+        generation: AnyRequest,
+        pinned: PinnedVersion | None = None,
+        name: str = "",
+    ) -> Route:
+        """Return what ``_route`` does. Raises as it, and as ``ModelCatalog.require_servable``."""
+        route = self._route(principal, generation, pinned, name)
+        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        return route
 
     def _usable(self, principal: Principal, name: str, alias: Alias) -> list[AliasSize]:
         """Return the sizes that the caller may use. Raises ModelNotFound where it may use none."""
@@ -208,9 +218,9 @@ class Validator:
         needed = _needed(generation, error)
         chosen = checked.chosen.after(checked.size.deployment, f"{needed}, has {context:,}")
         refusal = PromptTooLong(
-            f"no size of {generation.model} meets the request: it {needed}, the largest has {context:,}",
-            **error.metadata,
+            f"no size of {generation.model} meets the request: it {needed}, the largest has {context:,}"
         )
+        refusal.metadata = error.metadata
         return self._sized(principal, generation, alias, checked.priority, chosen, refusal)
 
     async def _resolved(
@@ -358,8 +368,7 @@ class Validator:
         Raises as ``check`` does.
         """
         bounds.check(request)
-        route = self._route(principal, request)
-        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        route = self._servable(principal, request)
         return Checked(route, self._priority(principal, request.priority))
 
     def authorise(self, principal: Principal, asked: str) -> None:

@@ -69,6 +69,7 @@ class ScalerTuning:
     settle_s: float = 300.0  # time that a replica stays after the last signal that needed it
     z: float = 2.33  # standard deviations of the arriving work that are kept free
     absorb_s: float = 2.0  # time within which work must start where no class has a target
+    growth_window: float = 16.0  # start times over which the variance of growth is a mean
 
 
 @dataclass(slots=True)
@@ -103,12 +104,16 @@ class PoolScaler:
     _needs: deque[tuple[float, int]] = field(default_factory=deque)  # (time, need), needs descending
     _began_s: float | None = None
     _busy_s: float = -math.inf
+    busy: float = 0.0  # replicas of work that arrived at the last decision
+    growth_variance: float = 0.0  # of the change of ``busy`` within a start time
+    _sampled: tuple[float, float] | None = None  # time and ``busy`` at the last sample of growth
 
     def decide(self, load: PoolLoad, supply: Supply, bounds: ReplicaBounds, now_s: float) -> ReplicaDecision:
         """Return the replicas that the deployment gets now."""
         if self._began_s is None:
             self._began_s = self._busy_s = now_s
         reasons = self._signals(load, supply, now_s)
+        self._sample_growth(supply.start_s, now_s)
         need = max((one.replicas for one in reasons), default=0)
         if need or any(one.waiting for one in load.classes):
             self._busy_s = now_s
@@ -153,7 +158,7 @@ class PoolScaler:
         return reasons
 
     def _sustained(self, load: PoolLoad, rates: dict[Priority, float], rate: float) -> Reason:
-        busy = sum(rates.values()) / rate
+        self.busy = busy = sum(rates.values()) / rate
         targets = [one.target_s for one in load.classes if math.isfinite(one.target_s)]
         absorb_s = min(targets, default=self.tuning.absorb_s)
         spare = spare_replicas(busy, load.request_work / rate, absorb_s, z=self.tuning.z)
@@ -182,6 +187,15 @@ class PoolScaler:
             text = f"{left:.0f} of work of class {one.priority.value} and above waits in {supply.start_s:g} s"
             reasons.append(Reason("backlog", math.ceil(need - 1e-9), text))
         return reasons
+
+    def _sample_growth(self, start_s: float, now_s: float) -> None:
+        """Compare the arriving work with that of a start time ago: what grew until then found no replica."""
+        if self._sampled is None:
+            self._sampled = now_s, self.busy
+        elif now_s - self._sampled[0] >= start_s:
+            grown = self.busy - self._sampled[1]
+            self.growth_variance += (grown * grown - self.growth_variance) / self.tuning.growth_window
+            self._sampled = now_s, self.busy
 
     def _kept(self, need: int, supply: Supply, now_s: float) -> int:
         """Return the most replicas that were needed within ``settle_s``."""
