@@ -274,10 +274,9 @@ def _gateway_services(
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
     texts = TextProcesses(clock, environment.supervisor, environment.metrics)
     environment.supervisor.spawn("text processes", texts.run())
-    live = environment.informer(WORKERS, Worker)
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
-        live,
+        live := environment.informer(WORKERS, Worker),
         files,
         clock,
         texts=texts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -55,12 +56,9 @@ class Prefetcher:
                 await self._fetch(version)
                 if self._asked.is_set():
                     break
-            if not self._asked.is_set():
-                sleep = asyncio.ensure_future(self._asked.wait())
-                try:
-                    await asyncio.wait((sleep,), timeout=RETRY_S)
-                finally:
-                    sleep.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._asked.wait()
 
     async def _fetch(self, version: AssignedVersion) -> None:
         files = self._files(version)
