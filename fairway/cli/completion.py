@@ -16,7 +16,7 @@ from fairway.cli.terminal.cells import short_digest
 from fairway.client import AdminClient
 
 TIMEOUT_S: Final = 1.0
-_GROUPS: Final = ("tenants", "keys", "budgets", "objectives", "deployments", "rollouts", "nodes")
+_GROUPS: Final = ("tenants", "keys", "budgets", "objectives", "deployments", "aliases", "rollouts", "nodes")
 _LIMIT: Final = 200  # names: enough for a shell's list
 _Read = Callable[[AdminClient], Awaitable[Iterable[str]]]
 

@@ -16,6 +16,7 @@ from typer.models import CommandInfo
 
 from fairway.cli.commands import (
     accounts,
+    aliases,
     audit,
     batches,
     capacity,
@@ -95,6 +96,7 @@ app.add_typer(batches.app, name="batches")
 app.add_typer(certs.app, name="certs")
 app.add_typer(signatures.app, name="models")
 app.add_typer(deployments.app, name="deployments")
+app.add_typer(aliases.app, name="aliases")
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(scaling.app, name="scaling")
 app.add_typer(engines.app, name="engines")

@@ -209,6 +209,28 @@ NODE_STATE_LOST: NodeState.ValueType  # 2
 """Its lease is gone: it ended, died, or was cut off."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
+class _Capability:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
+    CAPABILITY_TOOLS: _Capability.ValueType  # 1
+    """Calls of tools."""
+    CAPABILITY_SCHEMAS: _Capability.ValueType  # 2
+    """Output that matches a schema or another constraint."""
+
+class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
+    """What a generation may ask of a model beyond text."""
+
+CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
+CAPABILITY_TOOLS: Capability.ValueType  # 1
+"""Calls of tools."""
+CAPABILITY_SCHEMAS: Capability.ValueType  # 2
+"""Output that matches a schema or another constraint."""
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
+
 class _Sli:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -338,6 +360,7 @@ class _ResourceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Resource
     RESOURCE_KIND_OBJECTIVE: _ResourceKind.ValueType  # 9
     RESOURCE_KIND_PROCESS: _ResourceKind.ValueType  # 10
     """Of events only: gateways and stores."""
+    RESOURCE_KIND_ALIAS: _ResourceKind.ValueType  # 11
 
 class ResourceKind(_ResourceKind, metaclass=_ResourceKindEnumTypeWrapper): ...
 
@@ -355,6 +378,7 @@ RESOURCE_KIND_LEADER: ResourceKind.ValueType  # 8
 RESOURCE_KIND_OBJECTIVE: ResourceKind.ValueType  # 9
 RESOURCE_KIND_PROCESS: ResourceKind.ValueType  # 10
 """Of events only: gateways and stores."""
+RESOURCE_KIND_ALIAS: ResourceKind.ValueType  # 11
 Global___ResourceKind: _TypeAlias = ResourceKind  # noqa: Y015
 
 @_typing.final
@@ -1683,6 +1707,7 @@ class Node(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SLICE_FIELD_NUMBER: _builtins.int
     COST_PER_HOUR_FIELD_NUMBER: _builtins.int
+    PREFETCHED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1709,6 +1734,10 @@ class Node(_message.Message):
     def drain(self) -> Global___DrainProgress:
         """Set while draining."""
 
+    @_builtins.property
+    def prefetched(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Digests of versions that it holds on disk and in memory without running them."""
+
     def __init__(
         self,
         *,
@@ -1728,10 +1757,11 @@ class Node(_message.Message):
         tenant: _builtins.str = ...,
         slice: _builtins.str = ...,
         cost_per_hour: _builtins.float = ...,
+        prefetched: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "prefetched", b"prefetched", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1811,6 +1841,69 @@ class Budget(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__spent_micros) -> _WhichOneofReturnType__spent_micros | None: ...
 
 Global___Budget: _TypeAlias = Budget  # noqa: Y015
+
+@_typing.final
+class AliasSize(_message.Message):
+    """One of the deployments behind an alias, and the requests that it is for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    quality: _builtins.int
+    """What it declares to requests that state the least quality they take."""
+    context_tokens: _builtins.int
+    """Most tokens of a prompt and its max_output_tokens, which absent counts as one. 0: the model's own bound."""
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        quality: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+        capabilities: _abc.Iterable[Global___Capability.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_tokens", b"context_tokens", "deployment", b"deployment", "quality", b"quality"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AliasSize: _TypeAlias = AliasSize  # noqa: Y015
+
+@_typing.final
+class Alias(_message.Message):
+    """A model name for several deployments: the first that meets a request serves it, at its own price."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METADATA_FIELD_NUMBER: _builtins.int
+    SIZES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def metadata(self) -> Global___Metadata:
+        """Its name is no deployment's."""
+
+    @_builtins.property
+    def sizes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AliasSize]:
+        """The smallest first."""
+
+    def __init__(
+        self,
+        *,
+        metadata: Global___Metadata | None = ...,
+        sizes: _abc.Iterable[Global___AliasSize] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "sizes", b"sizes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alias: _TypeAlias = Alias  # noqa: Y015
 
 @_typing.final
 class LatencyTarget(_message.Message):
@@ -4587,6 +4680,222 @@ class DeleteBudgetResponse(_message.Message):
 Global___DeleteBudgetResponse: _TypeAlias = DeleteBudgetResponse  # noqa: Y015
 
 @_typing.final
+class CreateAliasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    @_builtins.property
+    def alias(self) -> Global___Alias: ...
+    def __init__(
+        self,
+        *,
+        alias: Global___Alias | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAliasRequest: _TypeAlias = CreateAliasRequest  # noqa: Y015
+
+@_typing.final
+class CreateAliasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alias(self) -> Global___Alias: ...
+    def __init__(
+        self,
+        *,
+        alias: Global___Alias | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAliasResponse: _TypeAlias = CreateAliasResponse  # noqa: Y015
+
+@_typing.final
+class GetAliasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAliasRequest: _TypeAlias = GetAliasRequest  # noqa: Y015
+
+@_typing.final
+class GetAliasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alias(self) -> Global___Alias: ...
+    def __init__(
+        self,
+        *,
+        alias: Global___Alias | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAliasResponse: _TypeAlias = GetAliasResponse  # noqa: Y015
+
+@_typing.final
+class ListAliasesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """At most this many; 0: 100."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAliasesRequest: _TypeAlias = ListAliasesRequest  # noqa: Y015
+
+@_typing.final
+class ListAliasesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIASES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alias]: ...
+    def __init__(
+        self,
+        *,
+        aliases: _abc.Iterable[Global___Alias] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAliasesResponse: _TypeAlias = ListAliasesResponse  # noqa: Y015
+
+@_typing.final
+class UpdateAliasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    @_builtins.property
+    def alias(self) -> Global___Alias:
+        """metadata.etag empty: whatever is stored is replaced."""
+
+    def __init__(
+        self,
+        *,
+        alias: Global___Alias | None = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateAliasRequest: _TypeAlias = UpdateAliasRequest  # noqa: Y015
+
+@_typing.final
+class UpdateAliasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def alias(self) -> Global___Alias: ...
+    def __init__(
+        self,
+        *,
+        alias: Global___Alias | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateAliasResponse: _TypeAlias = UpdateAliasResponse  # noqa: Y015
+
+@_typing.final
+class DeleteAliasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    etag: _builtins.str
+    request_id: _builtins.str
+    """The same id again returns the first answer."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteAliasRequest: _TypeAlias = DeleteAliasRequest  # noqa: Y015
+
+@_typing.final
+class DeleteAliasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteAliasResponse: _TypeAlias = DeleteAliasResponse  # noqa: Y015
+
+@_typing.final
 class CreateObjectiveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -5331,6 +5640,7 @@ class ResourceChange(_message.Message):
     MODEL_VERSION_FIELD_NUMBER: _builtins.int
     MODEL_TAG_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
+    ALIAS_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
     deleted: _builtins.bool
     """Only what names the resource is set then."""
@@ -5352,6 +5662,8 @@ class ResourceChange(_message.Message):
     def model_tag(self) -> Global___ModelTag: ...
     @_builtins.property
     def objective(self) -> Global___Objective: ...
+    @_builtins.property
+    def alias(self) -> Global___Alias: ...
     def __init__(
         self,
         *,
@@ -5364,13 +5676,14 @@ class ResourceChange(_message.Message):
         model_version: Global___ModelVersion | None = ...,
         model_tag: Global___ModelTag | None = ...,
         objective: Global___Objective | None = ...,
+        alias: Global___Alias | None = ...,
         deleted: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "budget", b"budget", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "budget", b"budget", "deleted", b"deleted", "deployment", b"deployment", "key", b"key", "model_tag", b"model_tag", "model_version", b"model_version", "node", b"node", "objective", b"objective", "resource", b"resource", "rollout", b"rollout", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget", "model_version", "model_tag", "objective"]  # noqa: Y015
+    _WhichOneofReturnType_resource: _TypeAlias = _typing.Literal["tenant", "key", "deployment", "rollout", "node", "budget", "model_version", "model_tag", "objective", "alias"]  # noqa: Y015
     _WhichOneofArgType_resource: _TypeAlias = _typing.Literal["resource", b"resource"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_resource) -> _WhichOneofReturnType_resource | None: ...
 

@@ -264,6 +264,31 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.FromString,
                 _registered_method=True)
+        self.CreateAlias = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/CreateAlias',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateAliasRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.CreateAliasResponse.FromString,
+                _registered_method=True)
+        self.GetAlias = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/GetAlias',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.GetAliasRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetAliasResponse.FromString,
+                _registered_method=True)
+        self.ListAliases = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/ListAliases',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListAliasesRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListAliasesResponse.FromString,
+                _registered_method=True)
+        self.UpdateAlias = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/UpdateAlias',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateAliasRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateAliasResponse.FromString,
+                _registered_method=True)
+        self.DeleteAlias = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/DeleteAlias',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteAliasRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteAliasResponse.FromString,
+                _registered_method=True)
         self.CreateObjective = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/CreateObjective',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateObjectiveRequest.SerializeToString,
@@ -628,6 +653,36 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateAlias(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAlias(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAliases(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateAlias(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteAlias(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateObjective(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -946,6 +1001,31 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.DeleteBudget,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.SerializeToString,
+            ),
+            'CreateAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAlias,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.CreateAliasRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.CreateAliasResponse.SerializeToString,
+            ),
+            'GetAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAlias,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetAliasRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.GetAliasResponse.SerializeToString,
+            ),
+            'ListAliases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAliases,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListAliasesRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListAliasesResponse.SerializeToString,
+            ),
+            'UpdateAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateAlias,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.UpdateAliasRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.UpdateAliasResponse.SerializeToString,
+            ),
+            'DeleteAlias': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAlias,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DeleteAliasRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.DeleteAliasResponse.SerializeToString,
             ),
             'CreateObjective': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateObjective,
@@ -2255,6 +2335,141 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/DeleteBudget',
             fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.DeleteBudgetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/CreateAlias',
+            fairway_dot_v1_dot_controlplane__pb2.CreateAliasRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.CreateAliasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/GetAlias',
+            fairway_dot_v1_dot_controlplane__pb2.GetAliasRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.GetAliasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAliases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/ListAliases',
+            fairway_dot_v1_dot_controlplane__pb2.ListAliasesRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.ListAliasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/UpdateAlias',
+            fairway_dot_v1_dot_controlplane__pb2.UpdateAliasRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.UpdateAliasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAlias(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/DeleteAlias',
+            fairway_dot_v1_dot_controlplane__pb2.DeleteAliasRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.DeleteAliasResponse.FromString,
             options,
             channel_credentials,
             insecure,

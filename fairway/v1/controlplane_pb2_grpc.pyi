@@ -97,6 +97,11 @@ class ControlPlaneServiceStub:
     ListBudgets: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]
     UpdateBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]
     DeleteBudget: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]
+    CreateAlias: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateAliasRequest, _controlplane_pb2.CreateAliasResponse]
+    GetAlias: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetAliasRequest, _controlplane_pb2.GetAliasResponse]
+    ListAliases: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAliasesRequest, _controlplane_pb2.ListAliasesResponse]
+    UpdateAlias: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateAliasRequest, _controlplane_pb2.UpdateAliasResponse]
+    DeleteAlias: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteAliasRequest, _controlplane_pb2.DeleteAliasResponse]
     CreateObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.CreateObjectiveRequest, _controlplane_pb2.CreateObjectiveResponse]
     GetObjective: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetObjectiveRequest, _controlplane_pb2.GetObjectiveResponse]
     ListObjectives: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]
@@ -188,6 +193,11 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     ListBudgets: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListBudgetsRequest, _controlplane_pb2.ListBudgetsResponse]  # type: ignore[assignment]
     UpdateBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateBudgetRequest, _controlplane_pb2.UpdateBudgetResponse]  # type: ignore[assignment]
     DeleteBudget: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteBudgetRequest, _controlplane_pb2.DeleteBudgetResponse]  # type: ignore[assignment]
+    CreateAlias: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateAliasRequest, _controlplane_pb2.CreateAliasResponse]  # type: ignore[assignment]
+    GetAlias: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetAliasRequest, _controlplane_pb2.GetAliasResponse]  # type: ignore[assignment]
+    ListAliases: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAliasesRequest, _controlplane_pb2.ListAliasesResponse]  # type: ignore[assignment]
+    UpdateAlias: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.UpdateAliasRequest, _controlplane_pb2.UpdateAliasResponse]  # type: ignore[assignment]
+    DeleteAlias: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DeleteAliasRequest, _controlplane_pb2.DeleteAliasResponse]  # type: ignore[assignment]
     CreateObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.CreateObjectiveRequest, _controlplane_pb2.CreateObjectiveResponse]  # type: ignore[assignment]
     GetObjective: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetObjectiveRequest, _controlplane_pb2.GetObjectiveResponse]  # type: ignore[assignment]
     ListObjectives: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListObjectivesRequest, _controlplane_pb2.ListObjectivesResponse]  # type: ignore[assignment]
@@ -552,6 +562,41 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controlplane_pb2.DeleteBudgetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.DeleteBudgetResponse, _abc.Awaitable[_controlplane_pb2.DeleteBudgetResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateAlias(
+        self,
+        request: _controlplane_pb2.CreateAliasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.CreateAliasResponse, _abc.Awaitable[_controlplane_pb2.CreateAliasResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetAlias(
+        self,
+        request: _controlplane_pb2.GetAliasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.GetAliasResponse, _abc.Awaitable[_controlplane_pb2.GetAliasResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListAliases(
+        self,
+        request: _controlplane_pb2.ListAliasesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.ListAliasesResponse, _abc.Awaitable[_controlplane_pb2.ListAliasesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateAlias(
+        self,
+        request: _controlplane_pb2.UpdateAliasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.UpdateAliasResponse, _abc.Awaitable[_controlplane_pb2.UpdateAliasResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteAlias(
+        self,
+        request: _controlplane_pb2.DeleteAliasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.DeleteAliasResponse, _abc.Awaitable[_controlplane_pb2.DeleteAliasResponse]]: ...
 
     @_abc_1.abstractmethod
     def CreateObjective(

@@ -278,6 +278,7 @@ class Generation(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     max_output_tokens: _builtins.int
@@ -309,6 +310,8 @@ class Generation(_message.Message):
     """Absent: none. Else the ids of each choice begin with those of the prompt, with logprobs of so many alternatives
     and without text; offsets count them. The first has no logprob: 0. Tokens times alternatives are limited.
     """
+    quality: _builtins.int
+    """Of an alias of several sizes: the least quality of the size that is to answer. No effect on other names."""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -355,10 +358,11 @@ class Generation(_message.Message):
         tool_choice: Global___ToolChoice | None = ...,
         parts: _builtins.bool = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        quality: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "parts", b"parts", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "user", b"user", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_default_output_tokens", b"_default_output_tokens", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "chat", b"chat", "choices", b"choices", "default_output_tokens", b"default_output_tokens", "idempotency_key", b"idempotency_key", "ignore_eos", b"ignore_eos", "input", b"input", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "model", b"model", "parts", b"parts", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "quality", b"quality", "sampling", b"sampling", "session_key", b"session_key", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "timeout", b"timeout", "token_ids", b"token_ids", "tool_choice", b"tool_choice", "user", b"user", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
@@ -440,6 +444,57 @@ class Degradation(_message.Message):
 Global___Degradation: _TypeAlias = Degradation  # noqa: Y015
 
 @_typing.final
+class PassedSize(_message.Message):
+    """A smaller size of an alias, and why it does not serve the request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PassedSize: _TypeAlias = PassedSize  # noqa: Y015
+
+@_typing.final
+class SizeChoice(_message.Message):
+    """Which sizes of an alias the one that serves was preferred to; Accepted.model is that one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALIAS_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    alias: _builtins.str
+    @_builtins.property
+    def passed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassedSize]:
+        """The smallest first."""
+
+    def __init__(
+        self,
+        *,
+        alias: _builtins.str = ...,
+        passed: _abc.Iterable[Global___PassedSize] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "passed", b"passed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SizeChoice: _TypeAlias = SizeChoice  # noqa: Y015
+
+@_typing.final
 class Accepted(_message.Message):
     """First event of a stream: what was resolved and drawn for it."""
 
@@ -457,6 +512,7 @@ class Accepted(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -479,6 +535,10 @@ class Accepted(_message.Message):
     def degradations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Degradation]:
         """Empty: it is served as it was asked for."""
 
+    @_builtins.property
+    def size(self) -> Global___SizeChoice:
+        """Absent: the request named a deployment."""
+
     def __init__(
         self,
         *,
@@ -494,10 +554,11 @@ class Accepted(_message.Message):
         weights_digest: _builtins.str = ...,
         base_digest: _builtins.str = ...,
         exact: _builtins.bool = ...,
+        size: Global___SizeChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "exact", b"exact", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "exact", b"exact", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "size", b"size", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

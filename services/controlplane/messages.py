@@ -16,6 +16,7 @@ from services.controlplane.resources.status import DeploymentView, DrainProgress
 from services.controlplane.rollouts import convert as convert_rollout
 from services.controlplane.rollouts.records import Rollout
 from services.controlplane.watcher import ResourceChange, ResourceKind
+from services.core.aliases import Alias
 from services.core.records import ApiKey, Tag, Tenant, TenantKeyring, VersionRecord
 from services.rpc.convert import controlplane as convert
 from services.rpc.convert.inference import timestamp
@@ -72,6 +73,10 @@ def deployment_message(view: DeploymentView) -> pb.Deployment:
     return _stored(convert.DEPLOYMENT, view.stored, status=status)
 
 
+def alias_message(stored: Stored[Alias]) -> pb.Alias:
+    return _stored(convert.ALIAS, stored)
+
+
 def budget_message(view: BudgetView) -> pb.Budget:
     return _stored(convert.BUDGET, view.stored, **_SPENT.as_fields(view))
 
@@ -105,6 +110,8 @@ def change_message(change: ResourceChange) -> pb.ResourceChange:
             found.model_tag.CopyFrom(convert.model_tag_to_proto(view))
         case Stored(record=Tenant()):
             found.tenant.CopyFrom(_stored(convert.TENANT, view))
+        case Stored(record=Alias()):
+            found.alias.CopyFrom(_stored(convert.ALIAS, view))
         case Stored(record=ApiKey()):
             found.key.CopyFrom(_stored(convert.KEY, view))
         case Stored(record=Rollout() as rollout):
@@ -117,6 +124,8 @@ def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
     match change.kind:
         case ResourceKind.TENANT:
             found.tenant.metadata.name = change.name
+        case ResourceKind.ALIAS:
+            found.alias.metadata.name = change.name
         case ResourceKind.KEY:
             found.key.metadata.name = change.name
         case ResourceKind.BUDGET:

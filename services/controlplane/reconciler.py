@@ -74,9 +74,13 @@ class Reconciler:
         *,
         events: EventRecorder,
         probes: Probes = _unrecorded,
+        likely: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """``probes`` returns the shapes of each model's traffic that new versions are probed with."""
+        """``probes`` returns the shapes of each model's traffic that new versions are probed with; ``likely``
+        how likely deployments need another replica.
+        """
         self._probes = probes
+        self._likely = likely
         self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
         self._informer = informer
@@ -114,6 +118,7 @@ class Reconciler:
             terms=serving_terms(fleet.objectives, self._probes()),
             engines=fleet.engines,
             groups=fleet.groups,
+            likely=self._likely(),
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

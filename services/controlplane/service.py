@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.controlplane.resources.accounts import Accounts, Sealer
+from services.controlplane.resources.aliases import Aliases
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
 from services.controlplane.resources.nodes import Nodes
@@ -31,6 +32,7 @@ class ControlPlaneService:
     ) -> None:
         self.accounts = Accounts(store, clock, sealer, new_secret=new_secret)
         self.budgets = Budgets(store, clock, spending)
+        self.aliases = Aliases(store, clock)
         self.deployments = Deployments(store, clock)
         self.nodes = Nodes(store)
         self.rollouts = Rollouts(store, clock)

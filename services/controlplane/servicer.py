@@ -17,6 +17,7 @@ from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
+    alias_message,
     budget_message,
     change_message,
     deployment_message,
@@ -67,6 +68,7 @@ _WATCHED: Final = {
     pb.RESOURCE_KIND_NODE: (ResourceKind.NODE,),
     pb.RESOURCE_KIND_BUDGET: (ResourceKind.BUDGET,),
     pb.RESOURCE_KIND_OBJECTIVE: (ResourceKind.OBJECTIVE,),
+    pb.RESOURCE_KIND_ALIAS: (ResourceKind.ALIAS,),
     pb.RESOURCE_KIND_MODEL: (ResourceKind.MODEL_VERSION, ResourceKind.MODEL_TAG),
 }
 # The method that reads a kind; the others are the fleet's, which whoever may watch may read.
@@ -330,6 +332,31 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.DeleteObjectiveResponse:
         await self._service.objectives.delete(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteObjectiveResponse()
+
+    async def CreateAlias(self, request: pb.CreateAliasRequest, context: Context) -> pb.CreateAliasResponse:
+        stored = await self._service.aliases.create(
+            convert.ALIAS.from_proto(request.alias), request_id=request.request_id
+        )
+        return pb.CreateAliasResponse(alias=alias_message(stored))
+
+    async def GetAlias(self, request: pb.GetAliasRequest, context: Context) -> pb.GetAliasResponse:
+        return pb.GetAliasResponse(alias=alias_message(await self._service.aliases.get(request.name)))
+
+    async def ListAliases(self, request: pb.ListAliasesRequest, context: Context) -> pb.ListAliasesResponse:
+        page, token = await self._service.aliases.page(size=request.page_size, token=request.page_token)
+        return pb.ListAliasesResponse(aliases=map(alias_message, page), next_page_token=token)
+
+    async def UpdateAlias(self, request: pb.UpdateAliasRequest, context: Context) -> pb.UpdateAliasResponse:
+        stored = await self._service.aliases.update(
+            convert.ALIAS.from_proto(request.alias),
+            etag=request.alias.metadata.etag,
+            request_id=request.request_id,
+        )
+        return pb.UpdateAliasResponse(alias=alias_message(stored))
+
+    async def DeleteAlias(self, request: pb.DeleteAliasRequest, context: Context) -> pb.DeleteAliasResponse:
+        await self._service.aliases.delete(request.name, etag=request.etag, request_id=request.request_id)
+        return pb.DeleteAliasResponse()
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
         return pb.GetNodeResponse(node=node_message(await self._service.nodes.get(request.name)))

@@ -27,6 +27,7 @@ from services.controlplane.resources.status import (
     unplaced_in,
 )
 from services.controlplane.rollouts.records import Rollout
+from services.core.aliases import ALIASES, Alias
 from services.core.errors import FailedPrecondition
 from services.core.records import (
     ASSIGNMENTS,
@@ -59,6 +60,7 @@ class ResourceKind(StrEnum):
     BUDGET = "budget"
     ROLLOUT = "rollout"
     OBJECTIVE = "objective"
+    ALIAS = "alias"
     DEPLOYMENT = "deployment"
     NODE = "node"
     MODEL_VERSION = "model_version"
@@ -72,6 +74,7 @@ View = (
     | Stored[Rollout]
     | BudgetView
     | Stored[Objective]
+    | Stored[Alias]
     | ObjectiveView
     | DeploymentView
     | NodeView
@@ -91,6 +94,7 @@ _PLAIN: Final[Mapping[ResourceKind, str]] = {
     ResourceKind.BUDGET: BUDGETS,
     ResourceKind.ROLLOUT: ROLLOUTS,
     ResourceKind.OBJECTIVE: OBJECTIVES,
+    ResourceKind.ALIAS: ALIASES,
 }
 _FLEET: Final = (DEPLOYMENTS, SCALED, NODES, WORKERS, ASSIGNMENTS, MODELS, ROUTES)
 
@@ -246,6 +250,8 @@ def _change_of(key: str, entry: Entry | None, kinds: Collection[ResourceKind]) -
             view = _stored(entry, Rollout)
         case ResourceKind.OBJECTIVE:
             view = _stored(entry, Objective)
+        case ResourceKind.ALIAS:
+            view = _stored(entry, Alias)
         case ResourceKind.MODEL_TAG:
             view = readable(entry, Tag)
         case _:

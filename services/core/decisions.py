@@ -107,6 +107,7 @@ class PlacementDecision:
     counter_tokens: float = 0.0  # counter of its tenant at the last attempt
     ranked: tuple[RankedWorker, ...] = ()
     rejections: tuple[FilterRejections, ...] = ()
+    size_reason: str = ""  # the one of ``PlaceSpec``
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from services.core.aliases import SizeChoice
 from services.core.outputs.forms import OutputForm
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
@@ -170,6 +171,7 @@ class GenerationSpec:
     exact: bool = (
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
+    size: SizeChoice | None = None  # choice of its model among the sizes of an alias
 
     @property
     def scored_tokens(self) -> int:
@@ -239,6 +241,7 @@ class PlaceSpec:
     node_group: str = ""  # the only nodes that may run it; empty: the shared ones
     isolation_waits: bool = False  # it waits while none of these serves its version
     kv_share: float = 0.0  # share of a worker's KV that its tenant may hold; 0: no budget
+    size_reason: str = ""  # why this size of an alias serves it; empty: it named a deployment
 
 
 @dataclass(frozen=True, slots=True)

@@ -456,6 +456,8 @@ class Assignment:
     worker_id: str
     versions: tuple[AssignedVersion, ...] = ()
     node_group: str = SHARED_NODES  # the group whose requests alone it runs
+    # Versions that it fetches and does not run, the likeliest to be assigned first.
+    prefetch: tuple[AssignedVersion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +506,7 @@ class Worker:
     devices: int = 1  # devices of its kind in one group: the most ranks of an engine
     slice: str = ""  # the part of a device that it runs on, a MIG profile or a share; empty: whole devices
     cost_per_hour: float = 0.0  # its node's cost in any one currency; 0: unknown
+    prefetched: tuple[str, ...] = ()  # digests of versions that it holds without running them, sorted
 
     def loaded(self, assigned: AssignedVersion) -> LoadedVersion | None:
         """Return the observed state of an assigned version; None until the worker reports it."""

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from services.core.aliases import ALIASES, Alias
 from services.core.errors import (
     FairwayError,
     NoWorkerAvailable,
@@ -129,6 +130,7 @@ class ModelCatalog:
         texts: Texts,
         splits: Splits,
         scaled: RecordView[Scaled],
+        sized: RecordView[Alias],
         aliases: Mapping[str, str] | None = None,
         batch_price_ratio: float = 1.0,
     ) -> None:
@@ -140,6 +142,7 @@ class ModelCatalog:
         self.texts = texts
         self._splits = splits
         self._scaled = scaled
+        self._sized = sized
         self._deployments = deployments
         self._workers = workers
         self._files = files
@@ -198,6 +201,16 @@ class ModelCatalog:
     def named(self, model: str) -> str:
         """Return the name of the deployment that a client's name of a model stands for."""
         return self._aliases.get(model, model)
+
+    def alias(self, model: str) -> Alias | None:
+        """Return the alias of several sizes that a name stands for; None for other names."""
+        name = self.named(model)
+        found = self._sized.view.get(ALIASES + name)
+        return None if found is None or DEPLOYMENTS + name in self._deployments.view else found.record
+
+    def sized(self) -> list[Alias]:
+        """Return the aliases of several sizes, by name."""
+        return [one.record for _, one in sorted(self._sized.view.items())]
 
     def aliases_of(self, deployment: str) -> list[str]:
         """Return the further names of a deployment, sorted."""

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from fairway.formats.answers import OutputPart
+from services.core.aliases import SizeChoice
 from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
@@ -111,6 +112,7 @@ class Accepted:
     exact: bool = (
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
+    size: SizeChoice | None = None  # choice of its model among the sizes of an alias
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -205,9 +206,12 @@ class GatewayService:
     async def list_models(self, principal: Principal) -> list[ServedModel]:
         """Return the models that the caller may use, by name, each followed by its further names."""
         found: list[ServedModel] = []
-        for route in self._catalog.routes():
-            if principal.models and route.model not in principal.models:
-                continue
+        routes = [
+            route
+            for route in self._catalog.routes()
+            if not principal.models or route.model in principal.models
+        ]
+        for route in routes:
             found += [
                 ServedModel(
                     name=name,
@@ -218,6 +222,12 @@ class GatewayService:
                 )
                 for name in (route.model, *self._catalog.aliases_of(route.model))
             ]
+        by_name = {one.name: one for one in found}
+        for alias in self._catalog.sized():
+            sizes = [by_name[one.deployment] for one in alias.sizes if one.deployment in by_name]
+            if sizes and alias.meta.name not in by_name:
+                context = max(one.max_context_tokens for one in sizes)
+                found.append(dataclasses.replace(sizes[0], name=alias.meta.name, max_context_tokens=context))
         return found
 
     def max_timeout_s(self, principal: Principal, generation: AnyRequest) -> float:

@@ -35,7 +35,9 @@ def _service(limiter: GatewayLimiter) -> GatewayService:
         new_incident=lambda: "inc_1",
         error_of=by_reason,
     )
-    catalog = ModelCatalog(nobody, nobody, nobody, CLOCK, texts=nobody, splits=nobody, scaled=nobody)
+    catalog = ModelCatalog(
+        nobody, nobody, nobody, CLOCK, texts=nobody, splits=nobody, scaled=nobody, sized=nobody
+    )
     return GatewayService(
         validator=Validator(catalog, nobody, Random(0)),
         identity=nobody,

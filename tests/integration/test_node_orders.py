@@ -73,6 +73,7 @@ class Rig:
             limits=NodeLimits(most=4, order_s=100.0, idle_s=50.0),
             new_id=self.new_id,
             telemetry=NodeTelemetry(),
+            growth_variance=lambda: 0.0,
         )
         await self.put(DEPLOYMENTS + "chat", Deployment(Meta("chat"), "m", "latest", DIGEST, 1))
 

@@ -137,6 +137,7 @@ class RowsGateway:
             texts=LocalTexts(threads, CLOCK),
             splits=Splits(self.routes),
             scaled=self.scaled,
+            sized=View(),
             aliases=aliases,
         )
         self.put_tenant(Tenant(Meta("acme")))

@@ -50,7 +50,7 @@ def _rejection(one: pb.FilterRejections) -> str:
 
 def _why(found: pb.PlacementDecision) -> str:
     """Why it waited, and which filters dropped workers; of a choice without either, from how many it was."""
-    why = []
+    why = [found.size_reason] if found.size_reason else []
     if found.looks_without_room:
         why.append(f"no room at {found.looks_without_room} of {found.looks} looks")
     if found.looks_giving_way:
@@ -61,7 +61,7 @@ def _why(found: pb.PlacementDecision) -> str:
         why.append(f"bypassed by {found.bypassed}")
     why += [_rejection(one) for one in found.rejections]
     best = f"best of {len(found.ranked)} workers" if found.ranked else ""
-    return "; ".join(why) or best
+    return "; ".join(filter(None, (*why, best if not why or found.size_reason else "")))
 
 
 _REASON: Final = 44  # cells of a reason that 80 columns have room for

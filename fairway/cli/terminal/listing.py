@@ -22,7 +22,7 @@ from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import Watch, follow
 from fairway.client import AdminClient
-from fairway.client.admin.resources import Reading
+from fairway.client.admin.resources import Reading, plural_of
 from fairway.v1 import controlplane_pb2 as cp
 
 _FIRST: Final = ("name", "model", "digest")
@@ -92,7 +92,7 @@ def _text(field: FieldDescriptor, value: Any) -> str:
 
 
 T = TypeVar("T", bound=Message)
-K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node)
+K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node, cp.Alias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def resource(
     singular: str, columns: tuple[Column[K], ...], kind: Callable[[AdminClient], Reading[K]]
 ) -> Resource[K]:
     """Return one kind of resource of the control plane."""
-    plural = f"{singular}s"
+    plural = plural_of(singular)
 
     async def listed(connection: Connection) -> Sequence[K]:
         return await checked(kind(connection.admin).list(), what=f"cannot list the {plural}")

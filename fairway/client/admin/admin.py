@@ -23,7 +23,16 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.admin.calls import Service
-from fairway.client.admin.resources import Budgets, Deployments, Keys, Nodes, Objectives, Rollouts, Tenants
+from fairway.client.admin.resources import (
+    Aliases,
+    Budgets,
+    Deployments,
+    Keys,
+    Nodes,
+    Objectives,
+    Rollouts,
+    Tenants,
+)
 from fairway.client.admin.watch import Missed, OnLost, WatchUpdate, watch_events, watch_resources
 from fairway.client.attempts import Attempts, Core
 from fairway.client.endpoints import Credentials, check_addresses
@@ -617,6 +626,10 @@ class AdminClient:
     @property
     def budgets(self) -> Budgets:
         return Budgets(self._control())
+
+    @property
+    def aliases(self) -> Aliases:
+        return Aliases(self._control())
 
     @property
     def objectives(self) -> Objectives:

@@ -24,7 +24,7 @@ from fairway.client.errors import Conflict, NotFound
 from fairway.client.values import checked_timeout_s
 from fairway.v1 import controlplane_pb2 as cp
 
-T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node)
+T = TypeVar("T", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node, cp.Alias)
 R = TypeVar("R")
 _TRIES: Final = 4
 _ETAG_MISMATCH: Final = "ETAG_MISMATCH"
@@ -51,6 +51,10 @@ async def read_change_write(
     raise AssertionError("the last try returns or raises")
 
 
+def plural_of(noun: str) -> str:
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+
+
 class Reading(Generic[T]):
     """Operations of every kind. ``timeout_s`` None: the client's options apply, here and below."""
 
@@ -63,7 +67,7 @@ class Reading(Generic[T]):
 
     async def list(self, *, limit: int | None = None, timeout_s: float | None = None) -> Sequence[T]:
         """Return all of them, or the first ``limit``, in the order of their names."""
-        plural = f"{self._noun}s"
+        plural = plural_of(self._noun)
         return await self._service.pages(f"List{plural}", plural.lower(), limit=limit, timeout_s=timeout_s)
 
     async def get(self, name: str, *, timeout_s: float | None = None) -> T:
@@ -195,6 +199,16 @@ class Objectives(Writing[cp.Objective]):
     async def create(self, objective: cp.Objective, *, timeout_s: float | None = None) -> cp.Objective:
         """Return it as stored. Raises Conflict for a name that is taken."""
         return await self._changed("Create", objective=objective, timeout_s=timeout_s)
+
+
+class Aliases(Writing[cp.Alias]):
+    """Model names for several deployments, of which the smallest that meets a request serves it."""
+
+    _noun = "Alias"
+
+    async def create(self, alias: cp.Alias, *, timeout_s: float | None = None) -> cp.Alias:
+        """Return it as stored. Raises Conflict for a name that is taken."""
+        return await self._changed("Create", alias=alias, timeout_s=timeout_s)
 
 
 class Deployments(Writing[cp.Deployment]):

@@ -78,13 +78,23 @@ def controlplane(environment: Environment) -> Role:
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
-    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    scaling = _open_scaling(environment, fleet, election, queues)
-    _open_nodes(environment, fleet, election)
+    scaler, scaling = _open_scaling(environment, fleet, election, queues)
+    reconciler = Reconciler(
+        store,
+        fleet,
+        election,
+        key,
+        clock,
+        rounds,
+        events=recorder,
+        probes=slis.probes,
+        likely=scaler.likely,
+    )
+    _open_nodes(environment, fleet, election, scaler.growth_variance)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -161,7 +171,12 @@ def _open_queues(environment: Environment) -> GrpcQueues:
     return queues
 
 
-def _open_nodes(environment: Environment, fleet: Informer[FleetRecord | None], election: Election) -> None:
+def _open_nodes(
+    environment: Environment,
+    fleet: Informer[FleetRecord | None],
+    election: Election,
+    growth_variance: Callable[[], float],
+) -> None:
     """Start what orders nodes by the operator's command, if there is one."""
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
     if not argv:
@@ -176,14 +191,15 @@ def _open_nodes(environment: Environment, fleet: Informer[FleetRecord | None], e
         limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+        growth_variance=growth_variance,
     )
     environment.supervisor.spawn("nodes", nodes.run())
 
 
 def _open_scaling(
     environment: Environment, fleet: Informer[FleetRecord | None], election: Election, queues: GrpcQueues
-) -> ScalingListing:
-    """Return the queries of what is decided about replicas from now on."""
+) -> tuple[ScalingController, ScalingListing]:
+    """Return what decides about replicas from now on, and the queries of it."""
     controller = ScalingController(
         environment.store,
         fleet,
@@ -202,7 +218,7 @@ def _open_scaling(
     )
     environment.closing.push_async_callback(leader.close)
     environment.supervisor.spawn("scaling", controller.run())
-    return ScalingListing(environment.store, controller, leader)
+    return controller, ScalingListing(environment.store, controller, leader)
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

@@ -32,6 +32,7 @@ from services.app.roles.shared import (
     open_model_files,
 )
 from services.app.roles.slis import open_sli_recorder
+from services.core.aliases import ALIASES, Alias
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
 from services.core.records import (
     BUDGETS,
@@ -273,14 +274,14 @@ def _gateway_services(
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
     texts = TextProcesses(clock, environment.supervisor, environment.metrics)
     environment.supervisor.spawn("text processes", texts.run())
-    live = environment.informer(WORKERS, Worker)
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
-        live,
+        live := environment.informer(WORKERS, Worker),
         files,
         clock,
         texts=texts,
         scaled=environment.informer(SCALED, Scaled),
+        sized=environment.informer(ALIASES, Alias),
         splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
         aliases=settings.model_aliases,
         batch_price_ratio=settings.batch_price_ratio,

@@ -56,6 +56,8 @@ from services.core.records import (
 )
 from services.core.rollouts.routes import RevisedRoute
 
+MAX_PREFETCHED: Final = 2  # versions that a worker holds without running them
+_KEPT_FACTOR: Final = 2.0  # how much likelier a version must be to replace one that is prefetched
 # RESTARTING counts: requests placed for a version that reloads soon wait for it.
 _SERVES = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
@@ -121,6 +123,7 @@ Action = PutAssignment | DropAssignment | Unplaced
 _MEASURED: Final[Mapping[str, int]] = {}
 _NONE: Final[Mapping[str, ServingTerms]] = {}
 _UNKNOWN: Final[Mapping[str, str]] = {}
+_UNLIKELY: Final[Mapping[str, float]] = {}
 
 
 def plan(
@@ -134,14 +137,16 @@ def plan(
     engines: Mapping[str, str] = _UNKNOWN,
     terms: Mapping[str, ServingTerms] = _NONE,
     groups: Mapping[str, str] = _UNKNOWN,
+    likely: Mapping[str, float] = _UNLIKELY,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
     ``workers`` are the live ones. ``estimates`` has the memory of versions that none has measured.
     ``engines`` names what each version computes: versions with the same share the memory of one. ``terms``
-    are by deployment; ``groups`` has the node group of each tenant. After the actions are applied, another
-    plan writes nothing until a state changes. Higher priority is placed first, then by name; no worker gets
-    two replicas of one version.
+    are by deployment; ``groups`` has the node group of each tenant. ``likely`` weighs the deployments that
+    may need another replica soon: workers without one prefetch their versions. After the actions are applied,
+    another plan writes nothing until a state changes. Higher priority is placed first, then by name; no
+    worker gets two replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
@@ -161,7 +166,8 @@ def plan(
         missing = _settle(deployment, hosts, split, terms.get(name, NO_TERMS))
         if missing is not None:
             unplaced.append(missing)
-    writes = (_write(host) for host in hosts)
+    warm = [(likely[one.meta.name], one) for one in deployments if one.meta.name in likely]
+    writes = (_write(host, _prefetch(host, warm)) for host in hosts)
     return (*(write for write in writes if write is not None), *unplaced)
 
 
@@ -301,12 +307,13 @@ def _choose(
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
-    First come workers whose engine the version joins; last, those that have to evict a lower priority.
+    First come workers whose engine the version joins; last, those that have to evict a lower priority. Among
+    equals, those that have prefetched the version.
     ``alone``: none with another version of the deployment is eligible.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
-    ranking: list[tuple[bool, bool, int, int, str]] = []
+    ranking: list[tuple[bool, bool, int, bool, int, str]] = []
     by_id: dict[str, Host] = {}
     for host in hosts:
         if not host.live:
@@ -325,7 +332,9 @@ def _choose(
             continue
         by_id[worker_id] = host
         new = not memory.joins(version)
-        ranking.append((crowded, new, _in_zone(staying, host.worker.zone), len(host.assigned), worker_id))
+        cold = version.version_digest not in host.worker.prefetched
+        in_zone = _in_zone(staying, host.worker.zone)
+        ranking.append((crowded, new, in_zone, cold, len(host.assigned), worker_id))
     return by_id[min(ranking)[-1]] if ranking else tuple(rejected)
 
 
@@ -347,13 +356,36 @@ def _surplus_rank(
     )
 
 
-def _write(host: Host) -> PutAssignment | DropAssignment | None:
+def _prefetch(host: Host, warm: Sequence[tuple[float, Deployment]]) -> tuple[AssignedVersion, ...]:
+    """Return the likeliest versions of which it may get a replica and has none.
+
+    One that it prefetches already stays unless another is clearly likelier, so that weights that move do not
+    make workers fetch in turns.
+    """
+    if host.leaving or host.node.cordoned:
+        return ()
+    kept = {one.version_digest for one in host.stored_prefetch}
+    found = {
+        version.version_digest: (-weight * (_KEPT_FACTOR if was_kept else 1.0), not was_kept, version)
+        for weight, deployment in warm
+        if not host.rejection(deployment)
+        for version in (_version_of(deployment),)
+        for was_kept in (version.version_digest in kept,)
+    }
+    ranked = sorted(found.values(), key=lambda one: (one[0], one[1], one[2].deployment))
+    return tuple(version for _, _, version in ranked[:MAX_PREFETCHED])
+
+
+def _write(host: Host, prefetch: tuple[AssignedVersion, ...]) -> PutAssignment | DropAssignment | None:
     after = host.assigned
     if not host.live and not after:
         return DropAssignment(host.worker.worker_id)
-    if after == (host.stored or ()) and host.group == host.stored_group:
+    same = {*prefetch} == {*host.stored_prefetch}
+    if after == (host.stored or ()) and host.group == host.stored_group and same:
         return None
-    return PutAssignment(Assignment(host.worker.worker_id, after, host.group), tuple(host.reasons))
+    if not same:
+        host.reasons.append(f"prefetches {', '.join(one.deployment for one in prefetch) or 'nothing'}")
+    return PutAssignment(Assignment(host.worker.worker_id, after, host.group, prefetch), tuple(host.reasons))
 
 
 def retire_previous(

@@ -66,6 +66,8 @@ class Host:
     groups: Mapping[str, str] = field(default_factory=dict)
     # The group that its assignment has.
     stored_group: str = SHARED_NODES
+    # The versions that it fetches without running them, by its current assignment.
+    stored_prefetch: tuple[AssignedVersion, ...] = ()
 
     @property
     def leaving(self) -> bool:
@@ -188,7 +190,8 @@ def hosts_of(
             worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs, engines=engines
         )
         host.groups = groups
-        host.stored_group = SHARED_NODES if assigned is None else assigned.node_group
+        if assigned is not None:
+            host.stored_group, host.stored_prefetch = assigned.node_group, assigned.prefetch
         for version in stored or ():
             name = version.deployment
             key = wanted.get((name, version.version_digest), "" if name in names else name)

@@ -12,7 +12,8 @@ from services.controlplane.fleet import read_snapshot, readable
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
 from services.controlplane.scaling.policy.deployment import replica_cost
-from services.core.errors import FailedPrecondition, InvalidInput, NotFound
+from services.core.aliases import ALIASES
+from services.core.errors import AlreadyExists, FailedPrecondition, InvalidInput, NotFound
 from services.core.manifest import is_digest, is_tag
 from services.core.outputs.forms import named_form
 from services.core.paging import page_of
@@ -100,7 +101,12 @@ class Deployments:
         request = self._kind.request("create", deployment, request_id)
         stored = await self._kind.replayed(request)
         if stored is None:
+            name = deployment.meta.name
+            if await self._store.get(ALIASES + name) is not None:
+                raise AlreadyExists(f"an alias has the name {name}: give the deployment another", name=name)
             pinned, together = await self._pinned(deployment)
+            alone = ModRevisionIs(ALIASES + name, 0)
+            together = replace(together, conditions=(alone, *together.conditions))
             together = await self._with_history(pinned, together, "create")
             stored = await self._kind.create(pinned, request, together=together)
             log.info(

@@ -15,6 +15,7 @@ from typing import Final, Generic, TypeVar
 
 from services.controlplane.fleet import readable
 from services.controlplane.rollouts.records import Rollout
+from services.core.aliases import Alias
 from services.core.errors import AlreadyExists, Conflict, EtagMismatch, NotFound
 from services.core.paging import page_of
 from services.core.records import ApiKey, Budget, Deployment, Objective, Tenant, dump, load
@@ -26,7 +27,7 @@ from services.runtime.identity import caller_tenant
 _TRIES: Final = 5
 
 
-R = TypeVar("R", Tenant, ApiKey, Deployment, Budget, Objective, Rollout)
+R = TypeVar("R", Tenant, ApiKey, Deployment, Budget, Objective, Rollout, Alias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class Resources(Generic[R]):
         require_etag(f"{self._noun} {stored.record.meta.name}", stored.mod_revision, etag)
 
 
-def _in_scope(record: Tenant | ApiKey | Deployment | Budget | Objective | Rollout) -> bool:
+def _in_scope(record: Tenant | ApiKey | Deployment | Budget | Objective | Rollout | Alias) -> bool:
     """Return whether the record exists for the caller of this task."""
     tenant = caller_tenant()
     if not tenant:

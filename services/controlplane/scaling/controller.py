@@ -81,7 +81,18 @@ class ScalingController:
 
     def scaler(self, deployment: str) -> DeploymentScaler | None:
         """Return what this leader observed of a deployment; None without a decision of it."""
-        return self._term.scalers.get(deployment) if self._leadership.epoch == self._term.epoch else None
+        return self._led().get(deployment)
+
+    def likely(self) -> Mapping[str, float]:
+        """Return by deployment what a start of another replica costs its users; empty while not leading."""
+        return {name: one.start_work for name, one in self._led().items()}
+
+    def growth_variance(self) -> float:
+        """Return the variance of the replicas by which the work of all grows while a replica starts."""
+        return sum(one.growth_variance for one in self._led().values())
+
+    def _led(self) -> Mapping[str, DeploymentScaler]:
+        return self._term.scalers if self._leadership.epoch == self._term.epoch else {}
 
     async def round(self, epoch: int) -> None:
         """Decide once for every deployment with bounds."""

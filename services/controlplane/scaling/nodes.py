@@ -16,11 +16,12 @@ from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.resources.status import unplaced_in
 from services.controlplane.scaling.policy.nodes import (
+    MissingReplicas,
     NodeLimits,
-    NodeNeed,
     NodePlan,
     NodeSituation,
     plan_nodes,
+    warm_nodes,
 )
 from services.controlplane.telemetry import NodeTelemetry
 from services.core.backoff import Backoff
@@ -54,7 +55,9 @@ class NodeController:
         limits: NodeLimits,
         new_id: Callable[[], str],
         telemetry: NodeTelemetry,
+        growth_variance: Callable[[], float],
     ) -> None:
+        """``growth_variance``: of the nodes that are needed more while a replica starts."""
         self._store = store
         self._informer = informer
         self._leadership = leadership
@@ -64,6 +67,7 @@ class NodeController:
         self._limits = limits
         self._new_id = new_id
         self._telemetry = telemetry
+        self._growth_variance = growth_variance
         self._idle_since_s: dict[str, float] = {}
         self._backoff = Backoff(PERIOD_S, 300.0)
         self._failures, self._next_s = 0, 0.0
@@ -95,8 +99,9 @@ class NodeController:
         orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
         fleet = fleet_of(held.record for held in self._informer.view.values())
         self._observe_idle(fleet, now_s)
-        needs = _needs(fleet)
-        if not needs and all(one.ended for one in orders):
+        needs, idle = _needs(fleet), len(self._idle_since_s)
+        warm = warm_nodes(len(fleet.workers) - idle, self._growth_variance(), self._limits)
+        if not needs and idle >= warm and all(one.ended for one in orders):
             self._telemetry.orders(orders)
             return  # a provider without an order need not be called
         plan = plan_nodes(
@@ -106,6 +111,7 @@ class NodeController:
                 {worker.worker_id for worker in fleet.workers},
                 self._idle_since_s,
                 needs,
+                warm,
                 self._clock.unix_s(),
                 now_s,
             ),
@@ -162,11 +168,11 @@ class NodeController:
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
 
 
-def _needs(fleet: Fleet) -> list[NodeNeed]:
+def _needs(fleet: Fleet) -> list[MissingReplicas]:
     """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
     unplaced = unplaced_in(fleet)
     return [
-        NodeNeed(
+        MissingReplicas(
             one.meta.name,
             unplaced[one.meta.name].missing,
             one.node_selector.get(NODE_TYPE_LABEL, ""),

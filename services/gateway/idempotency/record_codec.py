@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from services.core.aliases import SizeChoice
 from services.core.errors import FairwayError, IntegrityError
 from services.core.generation import FinishReason, GenerationSpec, StageClock, TokenLogprobs, Usage
 from services.core.outputs.forms import OutputForm
@@ -55,6 +56,7 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     exact: bool = (
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
+    size: SizeChoice | None = None  # choice of its model among the sizes of an alias
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):

@@ -144,7 +144,9 @@ class IdempotentService(GatewayService):
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
             form = accepted.form or accepted.constrained_form
             degraded = degraded_out(accepted.degraded)
-            resume = Resume(version, earlier.produced, degraded, form, replaceable=not begun)
+            resume = Resume(
+                version, earlier.produced, degraded, form, replaceable=not begun, size=accepted.size
+            )
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
         terms = RunTerms(received, longest_s, resume=resume, settlement=ownership)
         return self.prepared(principal, generation, ownership, terms)

@@ -97,6 +97,7 @@ class RequestAdmission:
                     )
                 else:  # a resumed request keeps its terms, regardless of the present pressure
                     degradations = resume.degradations
+                    spec = replace(spec, size=resume.size)
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
             claims, price = early if short is not None else self._claims(payer, spec)
@@ -180,6 +181,7 @@ class RequestAdmission:
             spec,
             sampling=replace(spec.sampling, seed=before.sampling.seed),
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
+            size=before.size,
         )
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())

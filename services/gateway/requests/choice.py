@@ -260,6 +260,7 @@ class ChoiceRun(SequenceAttempts):
             node_group=tenant.node_group,
             isolation_waits=tenant.isolation_waits,
             kv_share=tenant.kv_share,
+            size_reason="" if spec.size is None else spec.size.text,
         )
 
     def _most_queued_s(self) -> float:

@@ -106,6 +106,7 @@ class Sequences:
             weights_digest=spec.weights_digest,
             base_digest=spec.base_digest,
             exact=spec.exact,
+            size=spec.size,
         )
 
 

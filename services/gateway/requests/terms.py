@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from services.core.aliases import SizeChoice
 from services.core.errors import FairwayError
 from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
@@ -45,6 +46,7 @@ class Resume:
     form: OutputForm | None = None
     # Whether the deployment's present version runs it: nothing of it was produced.
     replaceable: bool = False
+    size: SizeChoice | None = None  # choice of its model among the sizes of an alias
 
 
 # The slot of an admitted request, and its usage.

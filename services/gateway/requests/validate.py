@@ -7,7 +7,7 @@ size is allocated. Every error names its ``field``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Final
@@ -15,11 +15,15 @@ from typing import Final
 from msgspec import Struct
 
 from fairway.v1 import common_pb2, inference_pb2
+from services.core.aliases import Alias, AliasSize, Capability, SizeChoice, SizeNeeds
 from services.core.errors import (
+    FairwayError,
     InvalidInput,
     ModelNotFound,
+    NoWorkerAvailable,
     PermissionDenied,
     PromptTooLong,
+    ResidencyUnavailable,
     UnsupportedFeature,
 )
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
@@ -59,6 +63,9 @@ class Checked(Struct, frozen=True):
 
     route: Route
     priority: Priority
+    # Set where the request named an alias of several sizes: the one of the route, and the smaller ones.
+    size: AliasSize | None = None
+    chosen: SizeChoice | None = None
 
 
 class Validator:
@@ -105,16 +112,69 @@ class Validator:
 
         ``pinned`` is the version of an earlier run. Raises VersionGone when it is no longer served,
         InvalidInput, ModelNotFound, PermissionDenied, NoWorkerAvailable without a replica that can serve.
+        Of an alias of several sizes: the first that meets what is known of the generation without its tokens.
         """
         bounds.check(generation)
-        route = self._route(principal, generation, pinned)
-        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        alias = self._catalog.alias(generation.model) if pinned is None else None
+        route = None if alias is not None else self._servable(principal, generation, pinned)
         priority = self._priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
         check_scoring(generation)
         check_tools(generation)
-        return Checked(route, priority)
+        if route is not None:
+            return Checked(route, priority)
+        assert alias is not None, "a request without a route names an alias"
+        _check_vocabulary(generation)
+        return self._sized(principal, generation, alias, priority, SizeChoice(generation.model))
+
+    def _sized(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        alias: Alias,
+        priority: Priority,
+        chosen: SizeChoice,
+        refusal: FairwayError | None = None,
+    ) -> Checked:
+        """Return the route of the next size of an alias that meets the generation.
+
+        ``chosen`` has those before it, ``refusal`` why the last of them cannot serve it, which is raised
+        where no other does.
+        """
+        needs = _needs(generation)
+        for size in self._usable(principal, generation.model, alias)[len(chosen.passed) :]:
+            unmet = size.unmet(needs)
+            if not unmet:
+                try:
+                    route = self._servable(principal, generation, name=size.deployment)
+                    return Checked(route, priority, size, chosen)
+                except (ModelNotFound, NoWorkerAvailable, ResidencyUnavailable) as error:
+                    unmet, refusal = error.reason, error
+            chosen = chosen.after(size.deployment, unmet)
+        raise refusal or UnsupportedFeature(
+            f"no size of {generation.model} meets the request: {chosen.unmet}",
+            field="quality" if generation.quality else "model",
+        )
+
+    def _servable(
+        self,
+        principal: Principal,
+        generation: AnyRequest,
+        pinned: PinnedVersion | None = None,
+        name: str = "",
+    ) -> Route:
+        """Return what ``_route`` does. Raises as it, and as ``ModelCatalog.require_servable``."""
+        route = self._route(principal, generation, pinned, name)
+        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        return route
+
+    def _usable(self, principal: Principal, name: str, alias: Alias) -> list[AliasSize]:
+        """Return the sizes that the caller may use. Raises ModelNotFound where it may use none."""
+        found = [one for one in alias.sizes if self._identity.may_use(principal, one.deployment)]
+        if not found:
+            raise self._identity.not_found(principal, name, self._catalog.names())
+        return found
 
     async def resolve(
         self,
@@ -130,7 +190,48 @@ class Validator:
         Within ``request_bounds``: an output limit that is absent is capped, another one is rejected.
         ``accepted``: the form of an earlier run's outputs. Raises
         InvalidInput, PromptTooLong, ConstraintRefused, or the errors of fetching the model's tokenizer.
+        Of an alias: for its next size, where the prompt and its output are too long for that of the route.
         """
+        while True:
+            try:
+                return await self._resolved(
+                    principal, generation, request_id, checked, request_bounds, accepted
+                )
+            except PromptTooLong as error:
+                checked = self._larger(principal, generation, checked, request_bounds, error)
+
+    def _larger(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        checked: Checked,
+        request_bounds: RequestBounds,
+        error: PromptTooLong,
+    ) -> Checked:
+        """Return the route of a larger size. Raises ``error`` where no size would help."""
+        alias = self._catalog.alias(generation.model)
+        context = int(error.metadata["max_context_tokens"])
+        if checked.chosen is None or checked.size is None or alias is None:
+            raise error
+        if request_bounds.context_tokens.exceeded(context + 1):
+            raise error
+        needed = _needed(generation, error)
+        chosen = checked.chosen.after(checked.size.deployment, f"{needed}, has {context:,}")
+        refusal = PromptTooLong(
+            f"no size of {generation.model} meets the request: it {needed}, the largest has {context:,}"
+        )
+        refusal.metadata = error.metadata
+        return self._sized(principal, generation, alias, checked.priority, chosen, refusal)
+
+    async def _resolved(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request_id: str,
+        checked: Checked,
+        request_bounds: RequestBounds,
+        accepted: OutputForm | None,
+    ) -> GenerationSpec:
         route = checked.route
         model = await self._catalog.text_model(route.version_digest)
         context = self._context(route, model)
@@ -194,6 +295,7 @@ class Validator:
         model: TextModel,
     ) -> GenerationSpec:
         check_scores(generation, len(prompt.ids))
+        _check_size(generation, checked.size, len(prompt.ids))
         route = checked.route
         return GenerationSpec(
             request_id=request_id,
@@ -212,6 +314,7 @@ class Validator:
             weights_digest=model.weights_digest,
             base_digest=model.base_digest,
             exact=route.exact,
+            size=checked.chosen,
         )
 
     def check_count(
@@ -265,31 +368,41 @@ class Validator:
         Raises as ``check`` does.
         """
         bounds.check(request)
-        route = self._route(principal, request)
-        self._catalog.require_servable(route, self._identity.residency(principal.tenant_id))
+        route = self._servable(principal, request)
         return Checked(route, self._priority(principal, request.priority))
 
     def authorise(self, principal: Principal, asked: str) -> None:
         """Return if the caller may use a model by the name that it sent. Raises ModelNotFound."""
-        model, names = self._catalog.named(asked), self._catalog.names
+        alias, model, names = self._catalog.alias(asked), self._catalog.named(asked), self._catalog.names
+        if alias is not None:
+            model = self._usable(principal, asked, alias)[0].deployment
         self._identity.authorise_model(principal, model, requested_name=asked, names=names)
 
     def _route(
-        self, principal: Principal, generation: AnyRequest, pinned: PinnedVersion | None = None
+        self,
+        principal: Principal,
+        generation: AnyRequest,
+        pinned: PinnedVersion | None = None,
+        name: str = "",
     ) -> Route:
-        """The model of an earlier run is not authorised again: a smaller model may answer for the permitted
+        """Return the route of ``name``, by default the request's; of an alias the smallest size's.
+
+        The model of an earlier run is not authorised again: a smaller model may answer for the permitted
         one. The caller's permission to continue was checked before the record was read.
         """
         if pinned is not None:
             return self._catalog.resolve_pinned(generation.model, pinned)
-        self.authorise(principal, generation.model)
+        name = name or generation.model
+        self.authorise(principal, name)
+        if (alias := self._catalog.alias(name)) is not None:
+            name = self._usable(principal, name, alias)[0].deployment
         tenant = self._identity.tenant(principal.tenant_id)
         session = session_key_of(principal, generation)
         caller = SplitCaller(principal.tenant_id, session, tenant.max_priority, generation.version)
         try:
-            return self._catalog.resolve(generation.model, caller)
+            return self._catalog.resolve(name, caller)
         except ModelNotFound:
-            raise self._identity.not_found(principal, generation.model, self._catalog.names()) from None
+            raise self._identity.not_found(principal, name, self._catalog.names()) from None
 
     def _priority(self, principal: Principal, asked: int) -> Priority:
         """The requested class; by default the standard one, or the tenant's highest if that is lower."""
@@ -435,6 +548,56 @@ def _generates_nothing(name: str, operation: str) -> UnsupportedFeature:
         field="model",
         operation=operation,
     )
+
+
+def _check_vocabulary(generation: inference_pb2.Generation) -> None:
+    """Return if no token is named by its id, which differs between the sizes of an alias."""
+    ids: dict[str, Collection[int]] = {
+        "token_ids": generation.token_ids.ids,
+        "stop_token_ids": generation.stop_token_ids,
+        "logit_bias": generation.sampling.logit_bias,
+    }
+    for field, found in ids.items():
+        if found:
+            raise InvalidInput(
+                f"{field} names tokens of one vocabulary, and {generation.model} has several sizes: "
+                "name one of its deployments",
+                field=field,
+            )
+
+
+def _needs(generation: inference_pb2.Generation) -> SizeNeeds:
+    """Return what the generation asks of a model, apart from its tokens."""
+    asked = {
+        Capability.TOOLS: bool(tool_use(generation).tools),
+        Capability.SCHEMAS: generation.sampling.HasField("constraint"),
+    }
+    return SizeNeeds(generation.quality, tuple(one for one, needed in asked.items() if needed))
+
+
+def _tokens_of(generation: inference_pb2.Generation, prompt_tokens: int) -> int:
+    """Return the context that the generation needs at least."""
+    return prompt_tokens + (generation.max_output_tokens if generation.HasField("max_output_tokens") else 1)
+
+
+def _check_size(generation: inference_pb2.Generation, size: AliasSize | None, prompt_tokens: int) -> None:
+    """Return if the size of an alias declares enough context. Raises PromptTooLong."""
+    needed = _tokens_of(generation, prompt_tokens)
+    if size is not None and 0 < size.context_tokens < needed:
+        raise PromptTooLong(
+            f"{size.deployment} is for {size.context_tokens} tokens of context, and {needed} are needed",
+            field=_input_field(generation),
+            prompt_tokens=prompt_tokens,
+            max_context_tokens=size.context_tokens,
+        )
+
+
+def _needed(generation: inference_pb2.Generation, error: PromptTooLong) -> str:
+    """Return what a model's context is too short for."""
+    counted = error.metadata.get("prompt_tokens")
+    if counted is None:
+        return f"needs context for {error.metadata['size_bytes']} bytes"
+    return f"needs {_tokens_of(generation, int(counted)):,} tokens of context"
 
 
 def _check_output(asked: int, longest: RequestBound) -> None:

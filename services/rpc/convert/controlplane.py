@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import controlplane_pb2 as pb
+from services.core.aliases import Alias, AliasSize, Capability
 from services.core.errors import InvalidInput
 from services.core.generation import Principal
 from services.core.limits import Price, UsageLimits
@@ -156,6 +157,29 @@ OBJECTIVE: Final = Mirror(
     pb.Objective,
     {"meta": META, "priority": PRIORITY, "ttft": _target("ttft"), "itl": _target("itl")},
 )
+_CAPABILITIES: Final = numbers_of(Capability, pb.Capability)
+_CAPABILITY_OF: Final = {number: one for one, number in _CAPABILITIES.items()}
+
+
+def _capabilities(numbers: Iterable[int]) -> tuple[Capability, ...]:
+    found = [_CAPABILITY_OF.get(number) for number in numbers]
+    if None in found:
+        raise InvalidInput(
+            f"a capability is one of {', '.join(Capability)}", field="alias.sizes.capabilities"
+        )
+    return tuple(dict.fromkeys(one for one in found if one is not None))
+
+
+_SIZE: Final = Mirror(
+    AliasSize,
+    pb.AliasSize,
+    {
+        "capabilities": Pair(
+            "capabilities", lambda found: [_CAPABILITIES[one] for one in found], _capabilities
+        )
+    },
+)
+ALIAS: Final = Mirror(Alias, pb.Alias, {"meta": META, "sizes": _SIZE.each("sizes")})
 _SLI_STATUS: Final = Mirror(
     SliStatus,
     pb.SliStatus,

@@ -237,6 +237,7 @@ class DecisionLog:
             attempt=spec.attempt,
             prompt_tokens=spec.prompt_tokens,
             excluded_workers=spec.excluded_workers,
+            size_reason=spec.size_reason,
         )
         record = _Record(spec.request_id, decision, queued_s)
         self._append(record)

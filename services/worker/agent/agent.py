@@ -34,6 +34,7 @@ from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.lease import LeaseHolder, Registration
 from services.runtime.process.machine import resident_bytes
 from services.runtime.supervisor import Supervisor
+from services.worker.agent.prefetcher import Prefetcher
 from services.worker.agent.report import WorkerIdentity, record_of, take_snapshot
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import (
@@ -134,6 +135,7 @@ class WorkerAgent:
             self._wake,
             telemetry if telemetry is not None else WorkerTelemetry(clock=clock),
         )
+        self._prefetcher = Prefetcher(files, clock, self._changed.set)
         self._sweep_s = sweep_s
         self._key = ASSIGNMENTS + identity.worker_id
         self._assignments: Informer[Assignment] = Informer(
@@ -156,6 +158,7 @@ class WorkerAgent:
             group.create_task(self._registration.run())
             group.create_task(self._reconcile_forever())
             group.create_task(self._publish_forever())
+            group.create_task(self._prefetcher.run())
             group.create_task(self._sweep_forever())
 
     async def close(self) -> None:
@@ -261,6 +264,7 @@ class WorkerAgent:
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
         self._host.assign_group(self._assigned.node_group)
+        self._prefetcher.want(self._assigned.prefetch)
         self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
         desired = wanted(self._assigned.versions)
         for digest, version in desired.items():
@@ -372,6 +376,7 @@ class WorkerAgent:
             memory_free_bytes=self._ledger.free_bytes,
             devices=identity.devices,
             cost_per_hour=identity.cost_per_hour,
+            prefetched=self._prefetcher.present,
         )
 
     def _records(self) -> tuple[LoadedVersion, ...]:

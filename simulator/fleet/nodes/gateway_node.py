@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypedDict
+from typing import Any, Final, TypedDict
 
 from fairway.v1 import inference_pb2
 from services.adapters.links.leader_streams import StreamPlacementLinks
@@ -40,7 +40,6 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
-from services.core.scaling import Scaled
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
@@ -230,7 +229,8 @@ class GatewayNode:
             clock,
             texts=LocalTexts(Executor(), clock),
             splits=self.make_splits(),
-            scaled=_Unscaled(),
+            scaled=_NoRecords(),
+            sized=_NoRecords(),
         )
         catalog.gateway = self.name
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
@@ -459,10 +459,10 @@ class _Informers:
         return followed and self.tenants.synced and self.keys.synced and self.routes.synced
 
 
-class _Unscaled:
-    """Implements ``RecordView``: no simulated deployment has scaling bounds."""
+class _NoRecords:
+    """Implements ``RecordView``: no simulated deployment has scaling bounds or an alias."""
 
-    view: Mapping[str, Versioned[Scaled]] = MappingProxyType({})
+    view: Mapping[str, Versioned[Any]] = MappingProxyType({})
 
 
 class _BundledFiles:

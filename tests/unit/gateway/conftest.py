@@ -183,6 +183,7 @@ class Fleet:
     files: LocalFiles
     routes: View
     scaled: View
+    sized: View
     catalog: ModelCatalog
     identity: KeyDirectory
     clock: FakeClock
@@ -196,7 +197,7 @@ class Fleet:
 @pytest.fixture
 def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) -> Fleet:
     keys, tenants, deployments, workers, routes = View(), View(), View(), View(), View()
-    scaled = View()
+    scaled, sized = View(), View()
     files = LocalFiles(model_folder)
     found = Fleet(
         keys,
@@ -206,6 +207,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
         files,
         routes,
         scaled,
+        sized,
         ModelCatalog(
             deployments,
             workers,
@@ -214,6 +216,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
             texts=LocalTexts(executor, clock),
             splits=Splits(routes),
             scaled=scaled,
+            sized=sized,
             aliases={"org/Chat-Small": "chat-small", "org/Gone": "gone"},
         ),
         KeyDirectory(keys, tenants, clock),

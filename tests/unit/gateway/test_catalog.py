@@ -93,6 +93,7 @@ def test_the_class_batch_has_a_price_of_its_own(fleet: Any, executor: ThreadPool
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
         scaled=fleet.scaled,
+        sized=fleet.sized,
         batch_price_ratio=0.5,
     )
     assert catalog.price("chat-small", Priority.STANDARD) == price
@@ -292,6 +293,7 @@ async def test_a_failed_load_is_tried_again(fleet: Any, executor: ThreadPoolExec
         texts=LocalTexts(executor, fleet.clock),
         splits=Splits(fleet.routes),
         scaled=fleet.scaled,
+        sized=fleet.sized,
     )
     catalog.resolve("chat-small")
     with pytest.raises(IntegrityError):

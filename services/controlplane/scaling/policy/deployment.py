@@ -105,6 +105,16 @@ class DeploymentScaler:
     _rate: float | None = None
     _woken_s: float | None = None  # when the present start from zero began
 
+    @property
+    def start_work(self) -> float:
+        """Work, in replicas, that arrives while another replica starts: how much a start costs its users."""
+        return self.starts.mean_s * (self._scaler.busy if self._scaler is not None else 0.0)
+
+    @property
+    def growth_variance(self) -> float:
+        """Variance of the replicas by which its work grows while a replica starts."""
+        return self._scaler.growth_variance if self._scaler is not None else 0.0
+
     def decide(self, now: Situation) -> Scaled:
         """Return the decision that holds from now on: the present one, unless it changes."""
         before, scaling = now.before, now.deployment.scaling

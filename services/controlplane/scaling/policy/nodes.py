@@ -2,13 +2,15 @@
 
 A node is ordered for replicas that no present node can take, one order for each that is missing, less the
 orders whose nodes have not arrived and the ordered nodes that are empty: what an empty node did not help,
-another one does not help either. An order without a node after its time has failed, and the next is made
-after a time that doubles with each failure in a row. A node that has had no assignment for a while leaves: it
-is drained, and released once it is empty. It stays if it is needed again before that.
+another one does not help either. Without such a replica, as many nodes are ordered as the warm pool lacks
+(``warm_nodes``), and it keeps as many. An order without a node after its time has failed, and the next is
+made after a time that doubles with each failure in a row. A node that has had no assignment for a while
+leaves: it is drained, and released once it is empty. It stays if it is needed again before that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,6 +21,7 @@ from services.ports.nodes import ProvidedNode
 
 MAX_KEPT: Final = 64  # ended orders that are kept
 _RETRY: Final = Backoff(30.0, 1800.0)
+_Z: Final = 2.33  # standard deviations of growth that warm nodes cover
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,13 @@ class NodeLimits:
     most: int = 16  # nodes of the provider at once
     order_s: float = 600.0  # time from an order until its worker registers
     idle_s: float = 600.0  # time without an assignment until a node leaves
+    # Nodes that are kept without a replica, relative to those with one.
+    warm_least_ratio: float = 0.1
+    warm_most_ratio: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class NodeNeed:
+class MissingReplicas:
     """Replicas that no present node can take."""
 
     deployment: str
@@ -44,7 +50,8 @@ class NodeSituation:
     provided: Sequence[ProvidedNode]  # as the provider lists them
     live: Collection[str]  # registered workers
     idle_since_s: Mapping[str, float]  # live workers without an assignment
-    needs: Sequence[NodeNeed]
+    needs: Sequence[MissingReplicas]
+    warm: int  # nodes that are to have no replica, by ``warm_nodes``
     unix_s: float
     now_s: float
 
@@ -59,6 +66,17 @@ class NodePlan:
     released: tuple[NodeOrder, ...] = ()  # orders whose nodes are empty, to be given back
 
 
+def warm_nodes(busy: int, growth_variance: float, limits: NodeLimits) -> int:
+    """Return how many nodes are kept without a replica, so that a start needs no new node and no download.
+
+    ``_Z`` standard deviations of the growth within a start time, between the two ratios of the ``busy``
+    nodes: the lower is rounded down, so that a small fleet pays for none that its load does not ask for.
+    """
+    wanted = math.ceil(_Z * math.sqrt(growth_variance) - 1e-9)
+    least, most = math.floor(busy * limits.warm_least_ratio), math.ceil(busy * limits.warm_most_ratio)
+    return min(max(wanted, least), most)
+
+
 def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     """Return what changes. ``new_id`` is the id of the order that may be made: one in a round."""
     listed = {one.order_id: one.node for one in now.provided}
@@ -67,17 +85,19 @@ def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     open_ = [one for one in after.values() if one.state is OrderState.ORDERED]
     running = [one for one in after.values() if one.state is OrderState.RUNNING]
     empty = [one for one in running if one.node in now.idle_since_s]
-    left = needed - len(open_) - len(empty)
+    leaving = {one.node for one in after.values() if one.state is OrderState.LEAVING}
+    idle = len(now.idle_since_s.keys() - leaving)
+    left = needed - len(open_) - len(empty) if needed else now.warm - len(open_) - idle
     for one in sorted(after.values(), key=lambda one: one.order_id):
         if left > 0 and one.state is OrderState.LEAVING and one.node in now.live:
             after[one.order_id] = replace(one, state=OrderState.RUNNING)
             left -= 1
     present = sum(not one.ended for one in after.values())
     if left > 0 and present < limits.most and now.unix_s >= _next_unix_s(after.values()):
-        need = max(now.needs, key=lambda one: one.missing)
+        need = max(now.needs, key=lambda one: one.missing, default=MissingReplicas("warm pool", 0))
         after[new_id] = NodeOrder(new_id, now.unix_s, need.node_type, need.zone, reason=need.deployment)
     elif not needed:
-        for one in empty:
+        for one in sorted(empty, key=lambda one: now.idle_since_s[one.node])[: max(0, idle - now.warm)]:
             if now.now_s - now.idle_since_s[one.node] >= limits.idle_s:
                 after[one.order_id] = replace(one, state=OrderState.LEAVING)
     before = {one.order_id: one for one in now.orders}

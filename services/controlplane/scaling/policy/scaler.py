@@ -106,6 +106,7 @@ class ScalerTuning:
     spread_s: float = 3600.0  # time over which work without target and deadline is spread
     burn_ratio: float = 6.0  # speed of the budget's loss from which it is a signal
     burn_step_ratio: float = 0.25  # replicas that it adds, by those that serve
+    growth_window: float = 16.0  # start times over which the variance of growth is a mean
 
 
 @dataclass(slots=True)
@@ -196,6 +197,9 @@ class PoolScaler:
     _began_s: float | None = None
     _busy_s: float = -math.inf
     _arrived: float = 0.0
+    busy: float = 0.0  # replicas of work with a target that arrived at the last decision
+    growth_variance: float = 0.0  # of the change of ``busy`` within a start time
+    _sampled: tuple[float, float] | None = None  # time and ``busy`` at the last sample of growth
 
     def __post_init__(self) -> None:
         self._urgent, self._patient, self._first = (_Arrivals(self.tuning) for _ in range(3))
@@ -210,6 +214,7 @@ class PoolScaler:
         if active:
             self._arrived, self._busy_s = arrived, now_s
         signals, kept = self._signals(load, supply, now_s), 0
+        self._sample_growth(supply.start_s, now_s)
         idle = not active and now_s - self._busy_s >= bounds.idle_s
         if idle:
             signals.clear()
@@ -254,7 +259,8 @@ class PoolScaler:
                 text = "requests wait, and no rate of a replica is known yet"
                 signals.append(_Signal("unmeasured", supply.replicas, text))
             return signals
-        busy, mean = self._urgent.level / rate, self._urgent.mean / rate
+        self.busy = busy = self._urgent.level / rate
+        mean = self._urgent.mean / rate
         spare = self.tuning.z * _deviation(
             busy, load.request_work / rate, supply.start_s, self._urgent.burst_ratio
         )
@@ -277,9 +283,10 @@ class PoolScaler:
         most = math.inf
         if rate is not None and urgent.counted_s >= tuning.rate_window_s:
             noise = _deviation(urgent.level / rate, load.request_work / rate, 2.0 * tuning.fast_window_s, 4.0)
-            most = max(
-                urgent.level * tuning.excursion_ratio, urgent.level + tuning.excursion_z * noise * rate
-            )
+            # A few requests after a pause are none, so that the level can leave zero.
+            few = tuning.excursion_z * load.request_work / tuning.fast_window_s
+            steady = urgent.level + tuning.excursion_z * noise * rate
+            most = max(urgent.level * tuning.excursion_ratio, steady, few)
         with_target = [one for one in load.classes if math.isfinite(one.target_s)]
         urgent.note(sum(one.arrived for one in with_target), now_s, anew=anew, most=most)
         self._excursions.note(above=urgent.fast > most, below=urgent.fast < 0.75 * most, now_s=now_s)
@@ -353,6 +360,15 @@ class PoolScaler:
                 "burn", need, f"requests wait, and an objective's budget is spent {worst:.1f} times too fast"
             )
         ]
+
+    def _sample_growth(self, start_s: float, now_s: float) -> None:
+        """Compare the arriving work with that of a start time ago: what grew until then found no replica."""
+        if self._sampled is None:
+            self._sampled = now_s, self.busy
+        elif now_s - self._sampled[0] >= start_s:
+            grown = self.busy - self._sampled[1]
+            self.growth_variance += (grown * grown - self.growth_variance) / self.tuning.growth_window
+            self._sampled = now_s, self.busy
 
     def _kept(self, need: float, supply: Supply, now_s: float) -> int:
         """Return the replicas that stay for what was needed within ``settle_s``."""

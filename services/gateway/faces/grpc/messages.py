@@ -7,6 +7,7 @@ from typing import Final
 
 from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import inference_pb2
+from services.core.aliases import PassedSize, SizeChoice
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Heartbeat, Tokens
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
@@ -38,10 +39,15 @@ _DEGRADATION: Final = Mirror(
     inference_pb2.Degradation,
     {"kind": enum_pair("kind", numbers_of(DegradationKind, inference_pb2.DegradationKind))},
 )
+_SIZE: Final = Mirror(
+    SizeChoice,
+    inference_pb2.SizeChoice,
+    {"passed": Mirror(PassedSize, inference_pb2.PassedSize).each("passed")},
+)
 accepted_message: Final = Mirror(
     Accepted,
     inference_pb2.Accepted,
-    {"degradations": _DEGRADATION.each("degradations")},
+    {"degradations": _DEGRADATION.each("degradations"), "size": _SIZE.one("size", unset=True)},
     apart=("received_unix_us", "request_rate", "token_rate", "form"),
 ).to_proto
 finished_message: Final = Mirror(

@@ -85,6 +85,7 @@ PARAMS: Final = (
     ("sampling.constraint", "response_format"),
     ("session_key", "user"),
     ("version", "x-model-version"),
+    ("quality", "x-fairway-quality"),
     ("token_ids", "prompt"),
     ("sampling.", ""),
     ("choices", "n"),

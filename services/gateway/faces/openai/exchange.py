@@ -58,6 +58,7 @@ _VISIBLE: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _SESSION: Final = re.compile(rb"[\x21-\x7e]+")
 _CLIENT_ID: Final = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _ATTEMPT: Final = re.compile(rb"\d{1,6}")
+_QUALITY: Final = re.compile(rb"\d{1,2}|100")
 _JSON_TYPE: Final = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-8\"?\s*)?", re.IGNORECASE)
 
 # A small body is not accounted: its connection bounds it.
@@ -77,6 +78,7 @@ REQUEST_HEADERS: Final = {
     "x-request-timeout-s": f"seconds until the request ends, at most {MAX_TIMEOUT_S:g}",
     "x-session-key": "visible ASCII characters: a session stays on one version of a split",
     "x-model-version": "digest or arm of the version that is to answer, where the model's split permits it",
+    "x-fairway-quality": "least quality, 0 to 100, of the size of an alias that is to answer",
     "x-request-id": "the client's name of the request: logged and returned as `x-client-request-id`",
     "x-stage-clock": "`1` adds the time of each stage to the answer",
     "x-fairway-attempt": "how often the client sent the request before",
@@ -87,7 +89,13 @@ JSON: Final = "application/json"
 FORM: Final = "multipart/form-data"
 BYTES: Final = "application/octet-stream"
 # Request headers of routes that run something, and of those of them that stream.
-RUN_HEADERS: Final = ("idempotency-key", "x-request-timeout-s", "x-session-key", "x-model-version")
+RUN_HEADERS: Final = (
+    "idempotency-key",
+    "x-request-timeout-s",
+    "x-session-key",
+    "x-model-version",
+    "x-fairway-quality",
+)
 STREAM_HEADERS: Final = ("last-event-id", *RUN_HEADERS)
 
 
@@ -276,6 +284,12 @@ class Headers:
         generation.idempotency_key, generation.version = self.idempotency_key(), self.model_version()
         if (session_key := self.session_key()) is not None:
             generation.session_key = session_key
+        if (quality := self.one(b"x-fairway-quality")) is not None:
+            if not _QUALITY.fullmatch(quality):
+                raise InvalidInput(
+                    "x-fairway-quality must be a number from 0 to 100", field="x-fairway-quality"
+                )
+            generation.quality = int(quality)
 
     def last_event_id(self) -> str:
         """Return ``last-event-id``, or an empty text without one. Raises HttpProblem for two."""

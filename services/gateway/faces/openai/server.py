@@ -75,6 +75,7 @@ _EXPOSED: Final = (
     "x-fairway-weights",
     "x-fairway-base",
     "x-fairway-exact",
+    "x-fairway-size",
     "idempotent-replayed",
     "x-fairway-degraded",
     *(

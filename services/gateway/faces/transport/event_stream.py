@@ -165,13 +165,16 @@ def answer_headers(accepted: Accepted) -> list[Header]:
 
 
 def version_headers(accepted: Accepted) -> list[Header]:
-    """Return the digest of the weights, that of the base of an adapter, and whether the answer is exact."""
+    """Return the digest of the weights, that of the base of an adapter, whether the answer is exact, and why
+    this size of an alias answers.
+    """
     named = (
         (b"x-fairway-weights", accepted.weights_digest),
         (b"x-fairway-base", accepted.base_digest),
         (b"x-fairway-exact", "true" if accepted.exact else "false"),
+        (b"x-fairway-size", accepted.size.text if accepted.size is not None else ""),
     )
-    return [(name, value.encode()) for name, value in named if value]
+    return [(name, value.encode("ascii", "replace")) for name, value in named if value]
 
 
 def difference_headers(accepted: Accepted) -> list[Header]:

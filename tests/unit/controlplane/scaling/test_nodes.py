@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from services.controlplane.scaling.policy.nodes import (
+    MissingReplicas,
     NodeLimits,
-    NodeNeed,
     NodePlan,
     NodeSituation,
     plan_nodes,
@@ -45,7 +45,8 @@ class Rounds:
                     [ProvidedNode(order, node) for order, node in self.provided.items()],
                     self.live,
                     self.idle_since_s,
-                    [NodeNeed("chat", self.missing)] if self.missing else [],
+                    [MissingReplicas("chat", self.missing)] if self.missing else [],
+                    0,
                     self.now_s,
                     self.now_s,
                 ),

@@ -243,3 +243,13 @@ def test_a_pool_without_a_rate_stays_as_it_is(held: int) -> None:
     waits = (ClassLoad(Priority.INTERACTIVE, 2.0, 50.0, 50.0),)
     found = PoolScaler().decide(PoolLoad(waits, held=held), Supply(4), WIDE, 0.0)
     assert found.replicas == 4
+
+
+def test_the_sustained_rate_leaves_zero() -> None:
+    """What counts as an excursion is never less than a few requests, or nothing would ever be sustained."""
+    scaler, arrived = PoolScaler(ScalerTuning(rate_window_s=1.0)), 0.0
+    for second in range(120):
+        arrived += 20.0 if second >= 60 else 0.0
+        load = PoolLoad((ClassLoad(Priority.STANDARD, 10.0, arrived=arrived),), rate=10.0)
+        scaler.decide(load, Supply(4), ReplicaBounds(most=9), float(second))
+    assert scaler.busy == pytest.approx(2.0, rel=0.01)

@@ -1,0 +1,76 @@
+"""Versions that this worker holds without running them: on its disk, and in its page cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.core.errors import FairwayError
+from services.core.records import AssignedVersion
+from services.ports.clock import Clock
+from services.worker.slots.version_files import LocalFiles
+
+log = structlog.get_logger()
+RETRY_S: Final = 30.0
+
+
+class Prefetcher:
+    """Fetches one version at a time. What it has is not pinned: versions that are to run may evict it."""
+
+    def __init__(
+        self, files: Callable[[AssignedVersion], LocalFiles], clock: Clock, changed: Callable[[], None]
+    ) -> None:
+        """``changed`` is called when ``present`` has another version."""
+        self._files = files
+        self._clock = clock
+        self._changed = changed
+        self._wanted: tuple[AssignedVersion, ...] = ()
+        self._folders: dict[str, Path] = {}
+        self._asked = asyncio.Event()
+
+    def want(self, versions: Sequence[AssignedVersion]) -> None:
+        """Fetch these from now on, the likeliest first. Others stay until they are evicted."""
+        if self._wanted != (wanted := tuple(versions)):
+            self._wanted = wanted
+            self._asked.set()
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The digests of those wanted that are here, sorted."""
+        wanted = {one.version_digest for one in self._wanted}
+        return tuple(
+            sorted(digest for digest, folder in self._folders.items() if digest in wanted and folder.is_dir())
+        )
+
+    async def run(self) -> None:
+        """Fetch what is wanted, until cancelled. What fails is fetched again after ``RETRY_S``."""
+        while True:
+            self._asked.clear()
+            missing = [one for one in self._wanted if one.version_digest not in self.present]
+            for version in missing:
+                await self._fetch(version)
+                if self._asked.is_set():
+                    break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await self._asked.wait()
+
+    async def _fetch(self, version: AssignedVersion) -> None:
+        files = self._files(version)
+        try:
+            # It reads every chunk, so that the weights are in the page cache too.
+            await files.fetch(lambda _: None)
+        except FairwayError as error:
+            log.info("version.not_prefetched", digest=version.version_digest, reason=error.reason)
+            return
+        folder = files.folder
+        files.unpin()
+        if folder is not None:
+            self._folders[version.version_digest] = folder
+            log.info("version.prefetched", digest=version.version_digest)
+            self._changed()
