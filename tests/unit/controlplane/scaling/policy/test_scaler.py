@@ -16,6 +16,7 @@ from services.controlplane.scaling.policy.scaler import (
     PoolScaler,
     ReplicaBounds,
     ReplicaDecision,
+    ScalerTuning,
     Supply,
     Zone,
     spread,
