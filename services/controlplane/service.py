@@ -32,7 +32,7 @@ class ControlPlaneService:
         self.accounts = Accounts(store, clock, sealer, new_secret=new_secret)
         self.budgets = Budgets(store, clock, spending)
         self.deployments = Deployments(store, clock)
-        self.nodes = Nodes(store)
+        self.nodes = Nodes(store, clock)
         self.rollouts = Rollouts(store, clock)
         self.objectives = Objectives(store, clock)
         self.quarantine = QuarantinedInputs(store, clock)

@@ -351,9 +351,12 @@ def _write(host: Host) -> PutAssignment | DropAssignment | None:
     after = host.assigned
     if not host.live and not after:
         return DropAssignment(host.worker.worker_id)
-    if after == (host.stored or ()) and host.group == host.stored_group:
+    ends_unix_s = host.node.ends_unix_s
+    same_node = (host.group, ends_unix_s) == (host.stored_group, host.stored_ends_unix_s)
+    if after == (host.stored or ()) and same_node:
         return None
-    return PutAssignment(Assignment(host.worker.worker_id, after, host.group), tuple(host.reasons))
+    assignment = Assignment(host.worker.worker_id, after, host.group, ends_unix_s)
+    return PutAssignment(assignment, tuple(host.reasons))
 
 
 def retire_previous(

@@ -66,6 +66,8 @@ class Host:
     groups: Mapping[str, str] = field(default_factory=dict)
     # The group that its assignment has.
     stored_group: str = SHARED_NODES
+    # The end of its node that its assignment has.
+    stored_ends_unix_s: float = 0.0
 
     @property
     def leaving(self) -> bool:
@@ -188,7 +190,8 @@ def hosts_of(
             worker, worker_id in live, by_node.get(worker_id, Node(worker_id)), stored, needs, engines=engines
         )
         host.groups = groups
-        host.stored_group = SHARED_NODES if assigned is None else assigned.node_group
+        if assigned is not None:
+            host.stored_group, host.stored_ends_unix_s = assigned.node_group, assigned.ends_unix_s
         for version in stored or ():
             name = version.deployment
             key = wanted.get((name, version.version_digest), "" if name in names else name)
