@@ -112,11 +112,13 @@ class ScalingResult:
 def run_scaling(
     seed: int,
     *,
+    spec: FleetSpec | None = None,
     parts: Parts | None = None,
     show: Callable[[str], None] | None = None,
 ) -> ScalingResult:
-    """Return what became of one seed. Same arguments, same result, trace and all."""
-    spec, strikes = scaling_fleet(seed), FaultSchedule(scaling_faults(seed))
+    """Return what became of one seed, or of another fleet under its load and faults. Same arguments, same
+    result, trace and all."""
+    spec, strikes = spec or scaling_fleet(seed), FaultSchedule(scaling_faults(seed))
     assert spec.scaling is not None
     decisions, held, fencing = Decisions(spec.scaling), HeldRequests(), Fencing()
     invariants: tuple[Invariant, ...] = (decisions, held, Balance(), Bounds(), fencing)

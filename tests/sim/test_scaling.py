@@ -12,6 +12,7 @@ import pytest
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import simulate
+from simulator.fleet.spec import VersionSpec
 from simulator.invariants.balance import Balance
 from simulator.invariants.scaling import BOUNDS, DECIDER, HELD, ORDERS
 from simulator.scaling.seeds import run_scaling, scaling_fleet, scaling_load, unreached
@@ -47,7 +48,6 @@ PLANTED = {
     "two planes write": (Parts(plane=WritesUnfenced), DECIDER, 0),
     "a need is ordered again": (Parts(plane=ForgetsOrders), ORDERS, 0),
     "a deadline is forgotten": (Parts(gateway=ForgetsDeadlines), HELD, 0),
-    "held without a limit": (Parts(gateway=HoldsForEver), HELD, 0),
 }
 
 
@@ -56,6 +56,14 @@ def test_planted_bugs_are_found(bug: str) -> None:
     parts, invariant, seed = PLANTED[bug]
     found = run_scaling(seed, parts=parts).violations
     assert any(text.startswith(invariant) for text in found), found
+
+
+def test_a_request_that_is_held_without_a_limit_is_found() -> None:
+    seed = next(seed for seed in range(20) if not scaling_fleet(seed).least_replicas)
+    never = replace(scaling_fleet(seed), versions=(VersionSpec(loads=False),))
+    found = run_scaling(seed, spec=never, parts=Parts(gateway=HoldsForEver)).violations
+    assert any(text.startswith(HELD) for text in found), found
+    assert not any(text.startswith(HELD) for text in run_scaling(seed, spec=never).violations)
 
 
 class _Preemption:

@@ -37,7 +37,7 @@ class DecidesTooMany(PlaneNode):
 
 
 class DecidesTooFew(PlaneNode):
-    """Removes the last replica, whatever the least is."""
+    """Removes one of the least replicas, once there were more than two."""
 
     def make_scaling(self, spec: ScalingSpec) -> ScalingController:
         controller = super().make_scaling(spec)
@@ -108,7 +108,12 @@ class _TooFew(ScalingController):
         epoch: int,
     ) -> Scaled:
         found = super()._decide(deployment, view, fleet, loads, epoch)
-        return replace(found, replicas=found.replicas - (found.replicas == 1))
+        grown = self.__dict__.setdefault("grown", found.replicas > 2) or found.replicas > 2
+        self.__dict__["grown"] = grown
+        assert deployment.scaling is not None
+        return replace(
+            found, replicas=found.replicas - (grown and found.replicas == deployment.scaling.min_replicas)
+        )
 
 
 class _Emptying(SignedStore):
