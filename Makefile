@@ -240,9 +240,10 @@ drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, al
 drill-batch: setup-dev ## A batch of 10,000 requests on three gateways, with kills of every role (about 20 minutes)
 	$(BIN)/python -m tests.e2e.drill_batch $(ARGS)
 
-sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers, 40 rollouts and 12 fleets of all tiers, and check every invariant (about 12 minutes)
+sim: setup-dev ## Simulate 500 seeds of mixed faults on 20 workers, 500 that scale, 40 rollouts and 12 fleets of all tiers, and check every invariant (about 25 minutes)
 	$(BIN)/python -m simulator rollouts
 	$(BIN)/python -m simulator tiers
+	$(BIN)/python -m simulator scaling --processes 2
 	$(BIN)/python -m simulator sim --seeds 500 --workers 20 --processes 2 $(ARGS)
 
 sim-tests: setup-dev ## Run all tests of the simulator, and the sweeps and planted bugs that make test leaves out (about 10 minutes)

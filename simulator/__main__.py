@@ -11,6 +11,7 @@ from typing import Final
 COMMANDS: Final = {
     "sim": ("simulator.invariants.seeds", "run seeds of mixed faults and check every invariant"),
     "rollouts": ("simulator.rollouts.seeds", "roll out versions on fleets under mixed faults"),
+    "scaling": ("simulator.scaling.seeds", "scale a fleet on ordered nodes under mixed faults"),
     "tiers": ("simulator.lab.tiers", "burst and lose nodes among tenants of every isolation tier"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.runner", "run a scenario and report latencies, goodput and fairness"),

@@ -1708,6 +1708,7 @@ class Node(_message.Message):
     SLICE_FIELD_NUMBER: _builtins.int
     COST_PER_HOUR_FIELD_NUMBER: _builtins.int
     PREFETCHED_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     incarnation: _builtins.int
     cordoned: _builtins.bool
@@ -1738,6 +1739,10 @@ class Node(_message.Message):
     def prefetched(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Digests of versions that it holds on disk and in memory without running them."""
 
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """The announced end of the node, as of a preemptible one. Absent: none."""
+
     def __init__(
         self,
         *,
@@ -1758,10 +1763,11 @@ class Node(_message.Message):
         slice: _builtins.str = ...,
         cost_per_hour: _builtins.float = ...,
         prefetched: _abc.Iterable[_builtins.str] | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "metadata", b"metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "end_time", b"end_time", "metadata", b"metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "prefetched", b"prefetched", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordoned", b"cordoned", "cost_per_hour", b"cost_per_hour", "device", b"device", "devices", b"devices", "drain", b"drain", "draining", b"draining", "end_time", b"end_time", "incarnation", b"incarnation", "memory_bytes", b"memory_bytes", "memory_free_bytes", b"memory_free_bytes", "metadata", b"metadata", "prefetched", b"prefetched", "slice", b"slice", "state", b"state", "tenant", b"tenant", "versions", b"versions", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3871,20 +3877,28 @@ class DrainNodeRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENDS_IN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     etag: _builtins.str
     request_id: _builtins.str
     """The same id again returns the first answer."""
+    @_builtins.property
+    def ends_in(self) -> _duration_pb2.Duration:
+        """Time until the node ends, as a provider of preemptible nodes announces it: what still runs on it some seconds
+        before that moves in any case. 0: the node does not end.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        ends_in: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ends_in", b"ends_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_in", b"ends_in", "etag", b"etag", "name", b"name", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

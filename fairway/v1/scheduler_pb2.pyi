@@ -1109,6 +1109,7 @@ class ReportRequest(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     DELTAS_NUMBER_FIELD_NUMBER: _builtins.int
     NODE_GROUP_FIELD_NUMBER: _builtins.int
+    PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     report: _builtins.int
@@ -1130,6 +1131,8 @@ class ReportRequest(_message.Message):
     """
     node_group: _builtins.str
     """The tenant and tier that the node is assigned to, as PlaceRequest.node_group names it. Empty: a shared node."""
+    preemptible: _builtins.bool
+    """Its node may be taken away at short notice: batch work is placed there first."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolReport]: ...
     @_builtins.property
@@ -1164,10 +1167,11 @@ class ReportRequest(_message.Message):
         counters: _abc.Iterable[Global___TenantCounter] | None = ...,
         deltas_number: _builtins.int = ...,
         node_group: _builtins.str = ...,
+        preemptible: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "counters", b"counters", "deltas_number", b"deltas_number", "device_type", b"device_type", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "node_group", b"node_group", "pools", b"pools", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cost_per_hour", b"cost_per_hour", "counters", b"counters", "deltas_number", b"deltas_number", "device_type", b"device_type", "draining", b"draining", "epoch", b"epoch", "grants_seen", b"grants_seen", "incarnation", b"incarnation", "live", b"live", "node_group", b"node_group", "pools", b"pools", "preemptible", b"preemptible", "report", b"report", "tenants", b"tenants", "usage", b"usage", "worker_id", b"worker_id", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

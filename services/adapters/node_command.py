@@ -2,9 +2,9 @@
 
 The command runs once for each call. It reads one JSON object on its standard input, ``{"call": "list"}``,
 ``{"call": "order", "order": ID, "type": TYPE, "zone": ZONE}`` or ``{"call": "release", "node": NODE}``, and
-ends with code 0. To a list it writes ``{"nodes": [{"order": ID, "node": NODE}]}``; other output is ignored.
-With another code the last line of its standard error is the reason. docs/operations/scaling-use.md has it for
-operators.
+ends with code 0. To a list it writes ``{"nodes": [{"order": ID, "node": NODE}]}``, with ``"ending_in_s"`` for
+a node that is about to be taken away; other output is ignored. With another code the last line of its
+standard error is the reason. docs/operations/scaling-use.md has it for operators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -28,6 +28,7 @@ _END_S: Final = 5.0
 class _Node(msgspec.Struct, frozen=True):
     order: str
     node: str
+    ending_in_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -52,7 +53,7 @@ class CommandNodes:
                 raise self._failed("list", f"names have 1 to {MAX_NAME_CHARS} characters")
         if len({one.order for one in found}) != len(found) or len({one.node for one in found}) != len(found):
             raise self._failed("list", "two nodes have one name or one order")
-        return tuple(ProvidedNode(one.order, one.node) for one in found)
+        return tuple(ProvidedNode(one.order, one.node, one.ending_in_s) for one in found)
 
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         await self._call({"call": "order", "order": order_id, "type": node_type, "zone": zone})

@@ -34,7 +34,7 @@ class ControlPlaneService:
         self.budgets = Budgets(store, clock, spending)
         self.aliases = Aliases(store, clock)
         self.deployments = Deployments(store, clock)
-        self.nodes = Nodes(store)
+        self.nodes = Nodes(store, clock)
         self.rollouts = Rollouts(store, clock)
         self.objectives = Objectives(store, clock)
         self.quarantine = QuarantinedInputs(store, clock)

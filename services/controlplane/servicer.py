@@ -380,7 +380,12 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         return pb.UncordonNodeResponse(node=node_message(view))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
-        view = await self._service.nodes.drain(request.name, etag=request.etag, request_id=request.request_id)
+        view = await self._service.nodes.drain(
+            request.name,
+            ends_in_s=seconds_of(request.ends_in),
+            etag=request.etag,
+            request_id=request.request_id,
+        )
         return pb.DrainNodeResponse(node=node_message(view))
 
     async def AssignNode(self, request: pb.AssignNodeRequest, context: Context) -> pb.AssignNodeResponse:

@@ -153,6 +153,7 @@ class ReportSnapshot:
     # Numbers ``tenants`` and ``usage`` over all streams; a repetition has the same number; 0: none.
     deltas_number: int = 0
     node_group: str = ""  # the group whose requests alone it admits; empty: shared
+    preemptible: bool = False  # its node may be taken away at short notice
 
 
 @dataclass(frozen=True, slots=True)

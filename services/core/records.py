@@ -458,6 +458,7 @@ class Assignment:
     node_group: str = SHARED_NODES  # the group whose requests alone it runs
     # Versions that it fetches and does not run, the likeliest to be assigned first.
     prefetch: tuple[AssignedVersion, ...] = ()
+    ends_unix_s: float = 0.0  # announced end of its node, before which its sequences move; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,6 +528,7 @@ class Node:
     cordoned: bool = False
     draining: bool = False
     tenant: str = ""  # the tenant that it is assigned to; empty: it is shared
+    ends_unix_s: float = 0.0  # its announced end, as of a preemptible one; 0: none
 
     def group(self, slice_: str) -> str:
         """Return its group, if its worker declares that slice."""

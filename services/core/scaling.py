@@ -80,6 +80,7 @@ class NodeOrder:
     node: str = ""  # its worker; empty until the provider names it
     ended_unix_s: float = 0.0
     reason: str = ""  # for which deployment it was made, or why it failed
+    ends_unix_s: float = 0.0  # the end of its node that the provider announced; 0: none
 
     @property
     def ended(self) -> bool:

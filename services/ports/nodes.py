@@ -12,6 +12,7 @@ class ProvidedNode:
 
     order_id: str
     node: str
+    ending_in_s: float | None = None  # time until the provider takes it away, once it has announced that
 
 
 class NodeProvider(Protocol):

@@ -13,6 +13,7 @@ from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     KEYS,
+    SCALED,
     TENANTS,
     ApiKey,
     AssignedVersion,
@@ -26,6 +27,7 @@ from services.core.records import (
     dump,
     version_key,
 )
+from services.core.scaling import Scaled
 from services.ports.store import Put
 from services.scheduler.term import Term
 from simulator.fleet.clients.client import RequestRecord, SimRequest
@@ -33,11 +35,12 @@ from simulator.fleet.clients.row_client import RowClients, SimRows
 from simulator.fleet.clients.session import Clients
 from simulator.fleet.grant_watch import EventTrace, GrantWatch
 from simulator.fleet.nodes.gateway_node import GatewayNode, key_name
+from simulator.fleet.nodes.node_provider import PROVIDER, SimNodes, serve_nodes
 from simulator.fleet.nodes.plane_node import PlaneNode, SchedulerNode
 from simulator.fleet.nodes.shared_stores import LEDGER, REDIS, LedgerObjects, Redis, serve_ledger, serve_redis
 from simulator.fleet.nodes.worker_node import WorkerNode
 from simulator.fleet.rollout_watch import RolloutWatch
-from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec
+from simulator.fleet.spec import MODEL, VERSION_DIGEST, FleetSpec, ScalingSpec
 from simulator.fleet.violations import Violations
 from simulator.kernel.links.store_link import StoreServer
 from simulator.kernel.loop import VirtualTimeLoop
@@ -78,6 +81,7 @@ class SimFleet:
         self.trace = trace
         self.violations = Violations(lambda: loop.now_s)
         self.load_began_s = 0.0
+        self.released: dict[str, int] = {}  # sequences that ran on workers as their nodes went, by worker
         self.reported_crashes: dict[tuple[str, int], None] = {}
         self.gateways: dict[str, GatewayNode] = {}
         self.schedulers: dict[str, SchedulerNode] = {}
@@ -97,6 +101,8 @@ class SimFleet:
         self._serve_redis()
         if spec.planes:
             self._serve_ledger()
+        if spec.scaling is not None:
+            self._serve_nodes(spec.scaling)
         self.clients = Clients(
             loop,
             lambda: self.gateways.values(),
@@ -147,7 +153,7 @@ class SimFleet:
         term = self.term
         if term is None or term.fleet.workers_by_state["placed_on"] < len(self.workers):
             return False
-        if self.planes and (self.plane is None or self._serving(term) < self.spec.replicas):
+        if self.planes and (self.plane is None or self._serving(term) < self.spec.least_replicas):
             return False
         return all(node.process.running and node.ready for node in self.gateways.values())
 
@@ -168,6 +174,14 @@ class SimFleet:
         """The control plane that leads, None while none certainly does."""
         return next((node for node in self.planes.values() if node.leads), None)
 
+    @property
+    def scaled(self) -> Scaled:
+        """The decision that the leading control plane observes; that of the spec while there is none."""
+        held = None if self.plane is None else self.plane.informer.view.get(SCALED + MODEL)
+        if held is None or not isinstance(held.record, Scaled):
+            return Scaled(MODEL, self.spec.replicas or self.spec.workers)
+        return held.record
+
     def _rows_door(self) -> GatewayNode | None:
         door = self.clients.door()
         return None if door is None else self.gateways[door.name]
@@ -176,6 +190,20 @@ class SimFleet:
         """Return how many replicas are READY for requests, of the version that has the most."""
         found = (term.fleet.candidates(version.digest) for version in self.spec.versions)
         return max(sum(one.ready for one in workers.values()) for workers in found)
+
+    # --- nodes -------------------------------------------------------------------------------------
+
+    def add_worker(self, name: str) -> None:
+        """Start the worker of a node that was ordered."""
+        self.trace.note(name, "ordered")
+        self.processes[name] = self._process(name)
+        self._boot(name)
+
+    def remove_worker(self, name: str) -> None:
+        """End a worker with its node; it never starts again."""
+        self.released[name] = self.workers[name].host.running if self.processes[name].alive else 0
+        self.crash(name)
+        del self.workers[name]
 
     # --- processes --------------------------------------------------------------------------------
 
@@ -188,7 +216,9 @@ class SimFleet:
             self.rows.gateway_lost(name)
 
     def restart(self, name: str) -> None:
-        """Start the next life of a process that crashed."""
+        """Start the next life of a process that crashed, unless its node is gone."""
+        if name in self.released:
+            return
         self.trace.note(name, "restarted")
         self.processes[name] = self.processes[name].restart()
         self._boot(name)
@@ -204,6 +234,8 @@ class SimFleet:
             serve_redis(process, self.network, self.redis)
         elif name == LEDGER:
             serve_ledger(process, self.network, self.ledger)
+        elif name == PROVIDER:
+            serve_nodes(process, self.network, self.provider)
         elif name.startswith("plane"):
             plane = self._parts.plane(self.spec, process, self.network, self.routes)
             self.planes[name] = plane
@@ -252,6 +284,17 @@ class SimFleet:
         self.ledger = LedgerObjects()
         self._boot(LEDGER)
 
+    def _serve_nodes(self, scaling: ScalingSpec) -> None:
+        self.processes[PROVIDER] = self._process(PROVIDER)
+        self.provider = SimNodes(
+            scaling,
+            self.loop,
+            Random(f"nodes {self.spec.seed}"),
+            launch=self.add_worker,
+            stop=self.remove_worker,
+        )
+        self._boot(PROVIDER)
+
     async def _write_records(self) -> None:
         for spec in self.spec.tenants:
             tenant = Tenant(
@@ -271,7 +314,10 @@ class SimFleet:
                 [Put(TENANTS + spec.name, dump(tenant)), Put(KEYS + key.meta.name, dump(key))]
             )
         replicas = self.spec.replicas or self.spec.workers
-        deployment = Deployment(Meta(MODEL), MODEL, "1", VERSION_DIGEST, replicas, executor="null")
+        scaling = None if self.spec.scaling is None else self.spec.scaling.bounds
+        deployment = Deployment(
+            Meta(MODEL), MODEL, "1", VERSION_DIGEST, replicas, executor="null", scaling=scaling
+        )
         await self.store.commit([Put(DEPLOYMENTS + MODEL, dump(deployment))])
         if self.spec.planes:
             for version in self.spec.versions:

@@ -53,13 +53,21 @@ class FaultKind(StrEnum):
     PLANE_PAUSE = "plane_pause"
     LEDGER_OUTAGE = "ledger_outage"
     STALE_GATEWAY = "stale_gateway"  # cut off from the store alone
+    ZONE_LOSS = "zone_loss"  # every worker of a zone, with its machine
+    NODE_LOSS = "node_loss"  # a node that was ordered is taken away
+    NODE_PREEMPTED = "node_preempted"  # the same, with a notice before
+    PROVIDER_OUTAGE = "provider_outage"
 
 
 # Faults of a fleet with control planes.
 ROLLOUT_FAULTS: Final = frozenset(
     {FaultKind.PLANE_CRASH, FaultKind.PLANE_PAUSE, FaultKind.LEDGER_OUTAGE, FaultKind.STALE_GATEWAY}
 )
-CHAOS_FAULTS: Final = tuple(kind for kind in FaultKind if kind not in ROLLOUT_FAULTS)
+# Faults of a fleet that orders nodes.
+NODE_FAULTS: Final = frozenset(
+    {FaultKind.ZONE_LOSS, FaultKind.NODE_LOSS, FaultKind.NODE_PREEMPTED, FaultKind.PROVIDER_OUTAGE}
+)
+CHAOS_FAULTS: Final = tuple(kind for kind in FaultKind if kind not in ROLLOUT_FAULTS | NODE_FAULTS)
 
 
 class Moment(StrEnum):

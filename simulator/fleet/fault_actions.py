@@ -14,6 +14,7 @@ from services.scheduler.term import Term
 from simulator.fleet.assembly import STORE, SimFleet
 from simulator.fleet.chaos import FaultKind, InjectedFault, Moment
 from simulator.fleet.grant_watch import GrantListener
+from simulator.fleet.nodes.node_provider import PROVIDER
 from simulator.fleet.nodes.shared_stores import LEDGER, REDIS
 from simulator.kernel.network import Latency
 
@@ -109,6 +110,12 @@ class FaultSchedule(GrantListener):
                 return self._pause(self._running(REDIS))
             case FaultKind.LEDGER_OUTAGE:
                 return self._pause(self._running(LEDGER))
+            case FaultKind.PROVIDER_OUTAGE:
+                return self._pause(self._running(PROVIDER))
+            case FaultKind.ZONE_LOSS:
+                return self._lose_zone(fault.pick)
+            case FaultKind.NODE_LOSS | FaultKind.NODE_PREEMPTED:
+                return self._lose_node(fault)
             case FaultKind.STALE_GATEWAY:
                 return self._cut_off(self._target(fault, worker))
             case FaultKind.WORKER_FLAP:
@@ -202,7 +209,12 @@ class FaultSchedule(GrantListener):
             return None
         self._fleet.trace.note(name, "slowed", f"{factor:.3f}")
         self._fleet.workers[name].slow(factor)
-        return lambda: self._fleet.workers[name].slow(1.0)
+
+        def heal() -> None:
+            if name in self._fleet.workers:
+                self._fleet.workers[name].slow(1.0)
+
+        return heal
 
     def _drain(self, name: str | None) -> Callable[[], None] | None:
         """Drain it as on SIGTERM. A process that drained ends, and another life of it begins."""
@@ -232,6 +244,29 @@ class FaultSchedule(GrantListener):
 
         turn()
         return lambda: timers[0].cancel()
+
+    def _lose_zone(self, pick: float) -> Callable[[], None] | None:
+        fleet = self._fleet
+        zone = _pick(sorted({fleet.workers[name].zone for name in self._all_running(fleet.workers)}), pick)
+        lost = [name for name in self._all_running(fleet.workers) if fleet.workers[name].zone == zone]
+        for name in lost:
+            fleet.crash(name, silent=True)
+
+        def heal() -> None:
+            for name in lost:
+                self._restart(name)
+
+        return heal if lost else None
+
+    def _lose_node(self, fault: InjectedFault) -> Callable[[], None] | None:
+        name = _pick(list(self._fleet.provider.nodes), fault.pick)
+        if name is None:
+            return None
+        if fault.kind is FaultKind.NODE_PREEMPTED:
+            self._fleet.provider.preempt(name, fault.for_s)
+        else:
+            self._fleet.provider.lose(name)
+        return lambda: None
 
     def _crash_engine(self, name: str | None) -> Callable[[], None] | None:
         if name is None:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.adapters.quotas.quota import SETTLED_KEEP_S
+from services.controlplane.scaling.policy.nodes import NodeLimits
+from services.controlplane.scaling.policy.scaler import ScalerTuning
 from services.core.records import SHARED_NODES, IsolationTier, Priority, node_group
+from services.core.scaling import Scaling
 from services.gateway.service_types import GatewayLimits
 from services.scheduler.term import TermSettings
 from simulator.batcher.costs import BatchCosts
@@ -97,6 +100,21 @@ class RowsSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingSpec:
+    """Bounds of the deployment, and the provider of its nodes.
+
+    A node takes one of ``start_s`` from its order until its worker runs. ``faulty_ratio`` of the orders and
+    calls fail in one of the ways of ``NodeFault``.
+    """
+
+    bounds: Scaling
+    tuning: ScalerTuning = field(default_factory=ScalerTuning)
+    nodes: NodeLimits = field(default_factory=NodeLimits)
+    start_s: tuple[float, float] = (60.0, 180.0)
+    faulty_ratio: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A fleet."""
 
@@ -135,6 +153,13 @@ class FleetSpec:
     rows: RowsSpec | None = None
     # Node groups of the first workers; the others are shared. Without control planes only.
     node_groups: tuple[str, ...] = ()
+    # The replicas follow the load, on the workers and on nodes that are ordered; with control planes only.
+    scaling: ScalingSpec | None = None
+
+    @property
+    def least_replicas(self) -> int:
+        """Replicas that serve in a fleet at rest."""
+        return self.replicas if self.scaling is None else self.scaling.bounds.min_replicas
 
     def group_of(self, worker: int) -> str:
         """Return the node group of the worker with a number."""

@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from services.core.generation import PlaceSpec
 from services.scheduler.term import Term
+from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import SimFleet, simulate
 from simulator.fleet.grant_watch import GrantListener
 from simulator.fleet.spec import VERSION_DIGEST
@@ -24,6 +26,7 @@ from simulator.lab.load import replay
 from simulator.lab.load.traces import TraceError
 from simulator.lab.report.measure import Bins, RecordCollector
 from simulator.lab.report.report import Course, Header, LabReport, Sample, Timeline, WorkerSample, build
+from simulator.lab.report.seconds import SecondsCollector
 from simulator.lab.report.table import aligned, text
 from simulator.lab.scenario import Options, Scenario, ScenarioError
 
@@ -120,12 +123,19 @@ def run(scenario: Scenario) -> LabReport:
     watched, from_s = scenario.watched or (None, 0.0)
     watch = LevelSampling(collector, watched=watched)
     fairness = FairnessInvariant()
+    seconds = None if scenario.by_second_s is None else SecondsCollector(scenario.by_second_s)
+
+    def ended(record: RequestRecord) -> None:
+        collector.take(record)
+        if seconds is not None:
+            seconds.take(record)
+
     ran = simulate(
         scenario.fleet,
         scenario.load(),
-        plans=(watch, *scenario.plans),
+        plans=(watch, *scenario.plans, *(() if seconds is None else (seconds,))),
         invariants=(Balance(), Bounds(), Fencing(), Shedding(), fairness),
-        on_record=collector.take,
+        on_record=ended,
     )
     spec = scenario.fleet
     header = Header(
@@ -139,7 +149,7 @@ def run(scenario: Scenario) -> LabReport:
         marks=scenario.marks,
         notes=scenario.notes,
     )
-    return build(
+    report = build(
         header,
         collector,
         watch.timeline,
@@ -151,6 +161,7 @@ def run(scenario: Scenario) -> LabReport:
             **_together(collector, scenario.together),
         },
     )
+    return report if seconds is None else replace(report, seconds=tuple(seconds.rows()))
 
 
 def _together(collector: RecordCollector, tenants: tuple[str, ...]) -> dict[str, float | None]:

@@ -86,6 +86,8 @@ class Scenario:
     watched: tuple[str, float] | None = None
     # Tenants whose requests are of interest as one population.
     together: tuple[str, ...] = ()
+    # The instant around which the report has a row for each second.
+    by_second_s: float | None = None
 
 
 def fleet_of(

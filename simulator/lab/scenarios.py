@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.core.records import Priority
+from services.core.scaling import Scaling
 from simulator.fleet.fleet import SimFleet
-from simulator.fleet.spec import FleetSpec, TenantSpec
+from simulator.fleet.spec import FleetSpec, ScalingSpec, TenantSpec, VersionSpec
 from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, Steps
 from simulator.lab.load.lengths import Fixed, LogNormal
 from simulator.lab.load.load import SharedPrefixes, Stream, merged
@@ -296,6 +297,45 @@ def slow_worker(options: Options) -> Scenario:
     return replace(made, watched=(_WORKER, made.marks[0].from_s))
 
 
+_ZONES: Final = ("a", "b", "c")
+
+
+def zone_loss(options: Options) -> Scenario:
+    """One of three zones is lost at peak: by second, which classes wait or fail until new nodes serve."""
+    duration_s = options.duration_s or 300.0
+    lost_s = duration_s / 5
+    fleet = fleet_of(options, tenants(4))
+    fleet = replace(
+        fleet,
+        planes=2,
+        replicas=fleet.workers,
+        worker_kinds=tuple(replace(kind, zones=_ZONES) for kind in fleet.worker_kinds),
+        versions=(VersionSpec(load_s=10.0),),
+        scaling=ScalingSpec(Scaling(1, 2 * fleet.workers)),
+    )
+    rate = chat_rate(options, fleet, load_ratio=0.6)
+    streams = [
+        Stream(tenant.name, Poisson(rate * share / len(fleet.tenants)), PROMPT, OUTPUT, priority=priority)
+        for tenant in fleet.tenants
+        for priority, share in _SHARES
+    ]
+    made = under_load(
+        "zone-loss",
+        options,
+        fleet,
+        streams,
+        summary=f"{rate:.1f} requests/s in three classes; a new node takes 60 to 180 s and loads for 10 s",
+        duration_s=duration_s,
+        marks=(Mark("one of three zones is lost", lost_s, duration_s),),
+    )
+    return replace(made, plans=(Script((Step(lost_s, _lose_zone),)),), by_second_s=lost_s)
+
+
+def _lose_zone(fleet: SimFleet) -> None:
+    for name in [name for name, worker in fleet.workers.items() if worker.zone == _ZONES[0]]:
+        fleet.crash(name, silent=True)
+
+
 def _kill_leader(fleet: SimFleet) -> None:
     leader = fleet.leader
     if leader is not None:
@@ -329,6 +369,7 @@ _BUNDLED: Final[dict[str, Callable[[Options], Scenario]]] = {
         slow_worker,
         steady,
         whale,
+        zone_loss,
     )
 }
 

@@ -8,8 +8,8 @@ import typer
 
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
-from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption
-from fairway.cli.terminal.cells import labels, show_bytes
+from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WaitOption, span_s
+from fairway.cli.terminal.cells import labels, moment, show_bytes
 from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column
@@ -25,6 +25,8 @@ def _state(node: cp.Node) -> str:
     service = "draining" if node.draining else "cordoned" if node.cordoned else "open"
     if node.draining and node.drain.done:
         service = "drained"
+    if node.HasField("end_time"):
+        service += f",ends {moment(node.end_time)}"
     return f"lost,{service}" if lost else service
 
 
@@ -102,20 +104,26 @@ async def assign(
     examples=(
         "fairway nodes drain worker-1",
         "fairway nodes drain worker-1 --wait --timeout 30m && sudo reboot",
+        "fairway nodes drain spot-7 --ends-in 30s",
     ),
 )
 async def drain(
     connection: Connection,
     name: NameArgument,
     wait: WaitOption = False,
+    ends_in: Annotated[
+        str, typer.Option("--ends-in", metavar="SPAN", help="Time until the node ends, as announced.")
+    ] = "",
     etag: EtagOption = "",
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Assign no new work to a node and move its present work to others. No request fails.
 
-    A version is unloaded once its replacement is READY elsewhere. Without --wait it returns at once.
+    A version is unloaded once its replacement is READY elsewhere; on a node that ends, 5 s before that in any
+    case, and streams continue elsewhere with the same tokens. Without --wait it returns at once.
     """
-    draining = connection.admin.nodes.drain(name, etag=etag)
+    ends_in_s = span_s(ends_in) if ends_in else 0.0
+    draining = connection.admin.nodes.drain(name, ends_in_s=ends_in_s, etag=etag)
     node = await checked(draining, what=f"cannot drain the node {name}")
     if wait:
         with Bars() as bars:

@@ -366,9 +366,16 @@ class Nodes(Reading[cp.Node]):
         """Allow new work on a node again. This ends a running drain."""
         return await self._changed("Uncordon", name=name, etag=etag, timeout_s=timeout_s)
 
-    async def drain(self, name: str, *, etag: str = "", timeout_s: float | None = None) -> cp.Node:
-        """Start to move its work to other nodes and return at once. No request fails."""
-        return await self._changed("Drain", name=name, etag=etag, timeout_s=timeout_s)
+    async def drain(
+        self, name: str, *, ends_in_s: float = 0.0, etag: str = "", timeout_s: float | None = None
+    ) -> cp.Node:
+        """Start to move its work to other nodes and return at once. No request fails.
+
+        ``ends_in_s``: time until the node ends; what runs shortly before moves in any case. 0: it stays.
+        """
+        ends_in = Duration()
+        ends_in.FromNanoseconds(round(ends_in_s * 1e9))
+        return await self._changed("Drain", name=name, ends_in=ends_in, etag=etag, timeout_s=timeout_s)
 
     async def assign(
         self, name: str, tenant: str = "", *, etag: str = "", timeout_s: float | None = None

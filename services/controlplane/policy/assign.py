@@ -380,12 +380,14 @@ def _write(host: Host, prefetch: tuple[AssignedVersion, ...]) -> PutAssignment |
     after = host.assigned
     if not host.live and not after:
         return DropAssignment(host.worker.worker_id)
+    node, ends_unix_s = host.worker.worker_id, host.node.ends_unix_s
     same = {*prefetch} == {*host.stored_prefetch}
-    if after == (host.stored or ()) and host.group == host.stored_group and same:
+    same_node = (host.group, ends_unix_s) == (host.stored_group, host.stored_ends_unix_s)
+    if after == (host.stored or ()) and same_node and same:
         return None
     if not same:
         host.reasons.append(f"prefetches {', '.join(one.deployment for one in prefetch) or 'nothing'}")
-    return PutAssignment(Assignment(host.worker.worker_id, after, host.group, prefetch), tuple(host.reasons))
+    return PutAssignment(Assignment(node, after, host.group, prefetch, ends_unix_s), tuple(host.reasons))
 
 
 def retire_previous(

@@ -24,6 +24,7 @@ from services.core.records import (
     dump,
     load,
 )
+from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
     Condition,
@@ -57,15 +58,18 @@ class _Change:
 
 
 _CORDON: Final = _Change("cordon", lambda node: replace(node, cordoned=True))
-_UNCORDON: Final = _Change("uncordon", lambda node: replace(node, cordoned=False, draining=False))
+_UNCORDON: Final = _Change(
+    "uncordon", lambda node: replace(node, cordoned=False, draining=False, ends_unix_s=0.0)
+)
 _DRAIN: Final = _Change("drain", lambda node: replace(node, cordoned=True, draining=True))
 
 
 class Nodes:
     """Stateless: every answer is one read, every write is conditional on it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self._requests = RequestLog(store)
 
     async def get(self, name: str) -> NodeView:
@@ -92,9 +96,21 @@ class Nodes:
         """Allow new assignments to a node again; ends a drain that is under way."""
         return await self._change(name, _UNCORDON, etag, request_id)
 
-    async def drain(self, name: str, *, etag: str = "", request_id: str = "") -> NodeView:
-        """Stop new assignments and start moving the replicas away; the view's drain shows the progress."""
-        return await self._change(name, _DRAIN, etag, request_id)
+    async def drain(
+        self, name: str, *, ends_in_s: float = 0.0, etag: str = "", request_id: str = ""
+    ) -> NodeView:
+        """Stop new assignments and start moving the replicas away; the view's drain shows the progress.
+
+        ``ends_in_s``: time until the node ends, before which its sequences move in any case; 0: it does not.
+        """
+        if not ends_in_s:
+            return await self._change(name, _DRAIN, etag, request_id)
+        ends_unix_s = self._clock.unix_s() + ends_in_s
+        change = _Change(
+            f"drain {ends_in_s:g}",
+            lambda node: replace(node, cordoned=True, draining=True, ends_unix_s=ends_unix_s),
+        )
+        return await self._change(name, change, etag, request_id)
 
     async def assign(self, name: str, tenant: str, *, etag: str = "", request_id: str = "") -> NodeView:
         """Assign a node to a tenant, or to all if ``tenant`` is empty.

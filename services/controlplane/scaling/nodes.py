@@ -151,13 +151,14 @@ class NodeController:
 
     async def _drain(self, before: list[NodeOrder], stored: list[NodeOrder], fence: Condition) -> None:
         """Drain the nodes that leave from now on, and let those work that stay after all."""
-        was = {one.order_id: one.state for one in before}
+        was = {one.order_id: (one.state is OrderState.LEAVING, one.ends_unix_s) for one in before}
         for order in stored:
-            leaves, left = order.state is OrderState.LEAVING, was.get(order.order_id) is OrderState.LEAVING
-            if order.node and leaves != left and order.state in (OrderState.LEAVING, OrderState.RUNNING):
+            leaves = order.state is OrderState.LEAVING
+            changes = (leaves, order.ends_unix_s) != was.get(order.order_id, (False, 0.0))
+            if order.node and changes and order.state in (OrderState.LEAVING, OrderState.RUNNING):
                 entry = await self._store.get(NODES + order.node)
                 node = (readable(entry, Node) if entry is not None else None) or Node(order.node)
-                changed = replace(node, cordoned=leaves, draining=leaves)
+                changed = replace(node, cordoned=leaves, draining=leaves, ends_unix_s=order.ends_unix_s)
                 unchanged = ModRevisionIs(NODES + order.node, 0 if entry is None else entry.mod_revision)
                 await self._store.commit([Put(NODES + order.node, dump(changed))], [fence, unchanged])
 

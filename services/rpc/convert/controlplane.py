@@ -275,6 +275,7 @@ def node_to_proto(
         state=pb.NODE_STATE_LOST if worker is None else pb.NODE_STATE_LIVE,
         drain=drain,
         tenant=node.tenant,
+        end_time=timestamp(node.ends_unix_s) if node.ends_unix_s else None,
         **({} if worker is None else _WORKER.as_fields(worker)),
     )
 

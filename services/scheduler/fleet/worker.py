@@ -94,6 +94,7 @@ class WorkerState:
     device_type: str = ""
     cost_per_hour: float = 0.0
     node_group: str = ""
+    preemptible: bool = False
     draining: bool = False
     connected: bool = True
     honours: bool = False  # its last report confirmed the leader's epoch
@@ -113,7 +114,7 @@ class WorkerState:
         self.incarnation, self.stream = report.incarnation, stream
         self.address, self.zone, self.draining = report.address, report.zone, report.draining
         self.device_type, self.cost_per_hour = report.device_type, report.cost_per_hour
-        self.node_group = report.node_group
+        self.node_group, self.preemptible = report.node_group, report.preemptible
         self.connected, self.silent, self.report_s = True, False, now_s
         self.honours = report.epoch == epoch
 
@@ -215,4 +216,5 @@ def candidate_of(
         slowness_ratio=slowness_ratio,
         cost_ratio=worker.cost_ratios.get(pool.digest, 1.0),
         node_group=worker.node_group,
+        preemptible=worker.preemptible,
     )

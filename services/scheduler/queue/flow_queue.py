@@ -24,6 +24,7 @@ from services.core.errors import FairwayError, InvalidInput, IsolationUnavailabl
 from services.core.fleet import Granted, Outcome, PlacementRefused, ReportSnapshot, TenantCounter
 from services.core.generation import Grant, PlaceSpec
 from services.core.output_quantile import OutputPolicy
+from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.policy.placement.candidate import (
     PlaceQuery,
@@ -444,6 +445,7 @@ class FlowQueue:
                 zone,
                 ttft_target_s=spec.ttft_target_s,
                 node_group=spec.node_group,
+                is_batch=spec.priority is Priority.BATCH,
             ),
             arrival_us=arrival_us,
             due_us=due_us,

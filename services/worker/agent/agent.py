@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ from services.worker.telemetry import EngineLevels, WorkerTelemetry
 
 log = structlog.get_logger()
 
+HAND_OVER_S: Final = 5.0  # time before the end of a node at which its sequences leave
 SWEEP_S: Final = 0.05
 IDLE_SWEEP_S: Final = 0.5  # interval of sweeps while no sequence runs
 PAUSE_S: Final = 1.0  # gap between two sweeps that shows that this process or its machine was suspended
@@ -266,11 +268,13 @@ class WorkerAgent:
         self._host.assign_group(self._assigned.node_group)
         self._prefetcher.want(self._assigned.prefetch)
         self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
-        desired = wanted(self._assigned.versions)
+        # Sequences leave a node that ends while it still runs: their gateways resume them at once.
+        left_s = self._left_s()
+        desired = wanted(self._assigned.versions) if left_s > 0.0 else {}
         for digest, version in desired.items():
             if (slot := self._slots.get(digest)) is not None:
                 slot.pace(version.itl_target_s)
-        observed = {digest: slot.observed() for digest, slot in self._slots.items()}
+        observed = {digest: slot.observed(drain_s=left_s) for digest, slot in self._slots.items()}
         self._share_memory(desired, observed)
         actions = plan(
             desired,
@@ -296,6 +300,11 @@ class WorkerAgent:
                     self._slots[digest].undrain()
                 case Discard(digest):
                     self._slots[digest].discard()
+
+    def _left_s(self) -> float:
+        """Return the time until sequences are handed over because the node ends."""
+        ends_unix_s = self._assigned.ends_unix_s
+        return ends_unix_s - HAND_OVER_S - self._clock.unix_s() if ends_unix_s else math.inf
 
     def _share_memory(self, desired: Mapping[str, AssignedVersion], observed: Mapping[str, Slot]) -> None:
         """Move every KV pool towards its share of the device."""

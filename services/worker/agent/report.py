@@ -17,6 +17,7 @@ from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.sequences import SequenceTable
 
+PREEMPTIBLE_LABEL: Final = "preemptible"  # with the value "true": its node may be taken away
 MAX_TENANTS: Final = 4096
 MAX_USAGE: Final = 4096
 
@@ -71,6 +72,7 @@ def take_snapshot(host: SequenceHost, identity: WorkerIdentity, *, whole: bool) 
         device_type=identity.device_type,
         cost_per_hour=identity.cost_per_hour,
         node_group=host.node_group,
+        preemptible=identity.labels.get(PREEMPTIBLE_LABEL) == "true",
     )
 
 

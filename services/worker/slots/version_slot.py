@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Final
 
@@ -145,7 +146,8 @@ class VersionSlot:
             return self.engine.capabilities
         return frozenset() if self.table is None else self.table.limits.capabilities
 
-    def observed(self) -> Slot:
+    def observed(self, *, drain_s: float = math.inf) -> Slot:
+        """Return its state. ``drain_s``: the longest that it may drain from now on."""
         table = self.table
         running = len(self.rows or ()) + (0 if table is None else table.running_of(self.digest))
         if running:
@@ -157,7 +159,7 @@ class VersionSlot:
             running=running,
             has_files=self.files.folder is not None,
             retry_at_s=self.failures.retry_at_s,
-            drain_until_s=self._drain_until_s,
+            drain_until_s=min(self._drain_until_s, self._context.clock.monotonic_s() + drain_s),
             idle_since_s=self._idle_since_s,
             granted_bytes=0 if grant is None or not self.leads else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypedDict
+from typing import Any, ClassVar, Final, TypedDict
 
 from fairway.v1 import inference_pb2
 from services.adapters.links.leader_streams import StreamPlacementLinks
@@ -29,6 +29,7 @@ from services.core.records import (
     DEPLOYMENTS,
     KEYS,
     QUARANTINE,
+    SCALED,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -40,6 +41,7 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
+from services.core.scaling import Scaled
 from services.gateway.events import Handle, Received, RequestSink
 from services.gateway.fallback import FallbackSettings, GatewayFallback
 from services.gateway.idempotency.service import IdempotentService
@@ -204,6 +206,8 @@ class _Parts(TypedDict):
 class GatewayNode:
     """One life of a gateway. Implements ``session.Door``; built inside its process."""
 
+    catalog_type: ClassVar[type[WatchedCatalog]] = WatchedCatalog
+
     def __init__(
         self,
         spec: FleetSpec,
@@ -222,20 +226,21 @@ class GatewayNode:
         streams = SimStreams(process, network)
         self._open_links(spec, streams, StreamPlacementLinks(streams, directory, gateway_id), gateway_id)
         self._informers = _Informers(store, process)
-        catalog = WatchedCatalog(
+        self.catalog = catalog = self.catalog_type(
             self._informers.deployments,
             self._informers.workers,
             _BundledFiles(),
             clock,
             texts=LocalTexts(Executor(), clock),
             splits=self.make_splits(),
-            scaled=_NoRecords(),
+            scaled=_NoRecords() if spec.scaling is None else self._informers.scaled,
             sized=_NoRecords(),
         )
         catalog.gateway = self.name
+        if spec.scaling is not None:
+            self._informers.followed.append(self._informers.scaled)
         identity = KeyDirectory(self._informers.keys, self._informers.tenants, clock)
         self._directory = directory
-        self.catalog = catalog
         slis = SliRecorder()
         self._planes = SchedulerDirectory(store, clock, role="controlplane", rng=process.rng)
         remote = RemoteSlis(process, network, self._planes)
@@ -250,7 +255,11 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=replace(self._ports(telemetry, self.make_quarantine(store)), serves=catalog.serves),
+            ports=replace(
+                self._ports(telemetry, self.make_quarantine(store)),
+                serves=catalog.serves,
+                waking=catalog.waking,
+            ),
             limits=limits,
         )
         self._keyed: IdempotentService | None = None
@@ -441,26 +450,27 @@ class _Informers:
         self.keys = informer(KEYS, ApiKey)
         self.routes = informer(ROUTES, ModelRoute)
         self.quarantine = informer(QUARANTINE, Quarantined)
-
-    def start(self) -> None:
-        for informer in (
+        self.scaled = informer(SCALED, Scaled)
+        self.followed: list[Informer[Any]] = [
             self.deployments,
             self.workers,
             self.tenants,
             self.keys,
             self.routes,
             self.quarantine,
-        ):
+        ]
+
+    def start(self) -> None:
+        for informer in self.followed:
             self._process.supervisor.spawn(f"informer {informer.prefix}", informer.run())
 
     @property
     def synced(self) -> bool:
-        followed = self.deployments.synced and self.workers.synced
-        return followed and self.tenants.synced and self.keys.synced and self.routes.synced
+        return all(informer.synced for informer in self.followed if informer is not self.quarantine)
 
 
 class _NoRecords:
-    """Implements ``RecordView``: no simulated deployment has scaling bounds or an alias."""
+    """Implements ``RecordView`` for fleets whose deployment has no scaling bounds, or no alias."""
 
     view: Mapping[str, Versioned[Any]] = MappingProxyType({})
 

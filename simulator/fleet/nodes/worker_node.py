@@ -162,6 +162,10 @@ class WorkerNode:
         self.worker.engines.unhang()
 
     @property
+    def zone(self) -> str:
+        return self.worker.spec.zone
+
+    @property
     def serving(self) -> bool:
         """Its engine runs and it takes requests."""
         return self.process.running and not self.host.draining and self.host.takes(VERSION_DIGEST)

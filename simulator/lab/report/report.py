@@ -21,6 +21,7 @@ from typing import Any, Final
 from services.core.estimates.sketch import Sketch, merged
 from services.core.records import Priority
 from simulator.lab.report.measure import OTHERS, Group, GroupKey, RecordCollector, Slo
+from simulator.lab.report.seconds import Second
 
 MAX_TENANTS: Final = 24
 WINDOW_BINS: Final = 10
@@ -351,6 +352,7 @@ class LabReport:
     violations: tuple[str, ...] = ()
     trace_digest: str = ""
     figures: dict[str, float | None] = field(default_factory=dict)
+    seconds: tuple[Second, ...] = ()
 
     @property
     def cache_hit_ratio(self) -> float:

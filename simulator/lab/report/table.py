@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from simulator.lab.report.report import LabReport, Row
+from simulator.lab.report.seconds import Second
 
 MAX_ROWS: Final = 24
 HEAD: Final = (
@@ -29,6 +30,11 @@ def text(report: LabReport) -> str:
     ]
     if len(report.rows) > MAX_ROWS:
         lines.append(f"... and {len(report.rows) - MAX_ROWS} more in report.json")
+    if report.seconds:
+        lines += [
+            "",
+            *aligned([_second_head(report.seconds[0]), *map(_second_cells, report.seconds)], left=0),
+        ]
     return "\n".join([*lines, "", *_facts(report)]) + "\n"
 
 
@@ -58,6 +64,16 @@ def _cells(row: Row) -> tuple[str, ...]:
         seconds(row.itl_s.p50), seconds(row.itl_s.p95), seconds(row.tpot_s.p50), seconds(row.queue_s.p95),
         f"{cached:.0%}",
     )  # fmt: skip
+
+
+def _second_head(row: Second) -> tuple[str, ...]:
+    names = (f"{one.priority} {what}" for one in row.classes for what in ("sent", "failed", "TTFT p95"))
+    return ("second", "ready", "wanted", *names)
+
+
+def _second_cells(row: Second) -> tuple[str, ...]:
+    cells = ((str(one.sent), str(one.failed), seconds(one.ttft_p95_s)) for one in row.classes)
+    return (f"{row.at_s:+d}", str(row.ready), str(row.wanted), *(cell for found in cells for cell in found))
 
 
 def _facts(report: LabReport) -> Iterator[str]:

@@ -5,7 +5,8 @@ orders whose nodes have not arrived and the ordered nodes that are empty: what a
 another one does not help either. Without such a replica, as many nodes are ordered as the warm pool lacks
 (``warm_nodes``), and it keeps as many. An order without a node after its time has failed, and the next is
 made after a time that doubles with each failure in a row. A node that has had no assignment for a while
-leaves: it is drained, and released once it is empty. It stays if it is needed again before that.
+leaves: it is drained, and released once it is empty. It stays if it is needed again before that. One whose
+end the provider announces leaves at once and does not stay; another is ordered if its replicas find no place.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def warm_nodes(busy: int, growth_variance: float, limits: NodeLimits) -> int:
 
 def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     """Return what changes. ``new_id`` is the id of the order that may be made: one in a round."""
-    listed = {one.order_id: one.node for one in now.provided}
+    listed = {one.order_id: one for one in now.provided}
     after = {one.order_id: _followed(one, listed, now, limits) for one in now.orders}
     needed = max((one.missing for one in now.needs), default=0)
     open_ = [one for one in after.values() if one.state is OrderState.ORDERED]
@@ -89,10 +90,10 @@ def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     idle = len(now.idle_since_s.keys() - leaving)
     left = needed - len(open_) - len(empty) if needed else now.warm - len(open_) - idle
     for one in sorted(after.values(), key=lambda one: one.order_id):
-        if left > 0 and one.state is OrderState.LEAVING and one.node in now.live:
+        if left > 0 and one.state is OrderState.LEAVING and one.node in now.live and not one.ends_unix_s:
             after[one.order_id] = replace(one, state=OrderState.RUNNING)
             left -= 1
-    present = sum(not one.ended for one in after.values())
+    present = sum(not one.ended and not one.ends_unix_s for one in after.values())
     if left > 0 and present < limits.most and now.unix_s >= _next_unix_s(after.values()):
         need = max(now.needs, key=lambda one: one.missing, default=MissingReplicas("warm pool", 0))
         after[new_id] = NodeOrder(new_id, now.unix_s, need.node_type, need.zone, reason=need.deployment)
@@ -112,7 +113,7 @@ def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     )
 
 
-def _is_over(order: NodeOrder, listed: Mapping[str, str], now: NodeSituation) -> bool:
+def _is_over(order: NodeOrder, listed: Mapping[str, ProvidedNode], now: NodeSituation) -> bool:
     """Whether the provider is to take the order's node back."""
     if order.state is OrderState.FAILED:
         return order.order_id in listed
@@ -122,10 +123,11 @@ def _is_over(order: NodeOrder, listed: Mapping[str, str], now: NodeSituation) ->
 
 
 def _followed(
-    order: NodeOrder, listed: Mapping[str, str], now: NodeSituation, limits: NodeLimits
+    order: NodeOrder, listed: Mapping[str, ProvidedNode], now: NodeSituation, limits: NodeLimits
 ) -> NodeOrder:
     """Return the order as it is now, from what the provider lists and which workers live."""
-    node = listed.get(order.order_id, order.node)
+    provided = listed.get(order.order_id)
+    node = order.node if provided is None else provided.node
     if order.state is OrderState.ORDERED:
         if node in now.live and order.order_id in listed:
             return replace(order, node=node, state=OrderState.RUNNING)
@@ -137,7 +139,9 @@ def _followed(
     if order.state is OrderState.RUNNING and order.order_id not in listed and order.node not in now.live:
         reason = "the provider took its node away"
         return replace(order, state=OrderState.FAILED, ended_unix_s=now.unix_s, reason=reason)
-    return order
+    if order.ended or order.ends_unix_s or provided is None or provided.ending_in_s is None:
+        return order
+    return replace(order, state=OrderState.LEAVING, ends_unix_s=now.unix_s + provided.ending_in_s)
 
 
 def _next_unix_s(orders: Iterable[NodeOrder]) -> float:

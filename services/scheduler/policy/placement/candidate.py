@@ -146,6 +146,7 @@ class Candidate(Struct, frozen=True, gc=False):
     slowness_ratio: float = 1.0  # measured over predicted step time
     cost_ratio: float = 1.0  # the cheapest peer's price of a token over this one's
     node_group: str = SHARED_NODES
+    preemptible: bool = False  # its node may be taken away at short notice
 
     @property
     def serving(self) -> bool:
@@ -164,6 +165,7 @@ class PlaceQuery(Struct, frozen=True):
     # Its tenant holds more than its share, with more than that waiting (``HeldShares``).
     over_share: bool = False
     node_group: str = SHARED_NODES  # the only nodes that may run it
+    is_batch: bool = False  # it may wait, so that an interruption costs its client little
     shared: SharedRun = NOTHING_SHARED  # the part of the prompt that needs no room on workers that share it
 
 
@@ -293,6 +295,11 @@ def same_zone(query: PlaceQuery, offer: Offer) -> float:
     """Return 1 where tokens stay within a zone, or where a zone is unknown."""
     zone = offer.candidate.zone
     return 1.0 if not query.zone or not zone or zone == query.zone else 0.0
+
+
+def interruptible(query: PlaceQuery, offer: Offer) -> float:
+    """Return 1 for batch work on a preemptible node, and for all other work on a node that stays."""
+    return float(offer.candidate.preemptible == query.is_batch)
 
 
 def low_cost(_: PlaceQuery, offer: Offer) -> float:

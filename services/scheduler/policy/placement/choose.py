@@ -29,6 +29,7 @@ from services.scheduler.policy.placement.candidate import (
     has_sequence_slot,
     heard,
     in_node_group,
+    interruptible,
     kv_headroom,
     length_filters,
     low_cost,
@@ -74,6 +75,7 @@ class PlacementProfile:
         (prefix_hit, 0.5),
         (same_zone, 0.2),
         (low_cost, 0.2),
+        (interruptible, 0.5),
     )
     spread: float = 0.02
     sample: int | None = 6

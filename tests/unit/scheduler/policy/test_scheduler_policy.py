@@ -136,3 +136,19 @@ def test_the_wait_follows_the_rate_of_grants() -> None:
     assert rate.wait_s(100, 100.0) == pytest.approx(10.0, rel=0.1)
     assert rate.wait_s(1, 100.0) == MIN_WAIT_S
     assert rate.wait_s(100, 200.0) == MAX_WAIT_S
+
+
+@pytest.mark.parametrize(("is_batch", "chosen"), [(True, "spot"), (False, "steady")])
+def test_batch_work_goes_to_preemptible_nodes_first(is_batch: bool, chosen: str) -> None:
+    workers = [replace(WORKER, worker_id="steady"), replace(WORKER, worker_id="spot", preemptible=True)]
+    query = replace(QUERY, is_batch=is_batch)
+    found = {_chosen(query, workers, seed) for seed in range(20)}
+    assert found == {chosen}
+    full = [replace(one, slots=0) if one.worker_id == chosen else one for one in workers]
+    assert {_chosen(query, full, seed) for seed in range(20)} == {"steady", "spot"} - {chosen}
+
+
+def _chosen(query: PlaceQuery, workers: list[Candidate], seed: int) -> str:
+    found = choose(query, workers, PlacementProfile(), Random(seed))
+    assert isinstance(found, Chosen)
+    return found.worker_id
