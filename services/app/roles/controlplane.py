@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fairway.v1 import (
@@ -78,7 +78,6 @@ def controlplane(environment: Environment) -> Role:
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
-    reconciler = Reconciler(store, fleet, election, key, clock, rounds, events=recorder, probes=slis.probes)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
@@ -94,7 +93,18 @@ def controlplane(environment: Environment) -> Role:
         tuning=tuning,
         telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
     )
-    nodes = _open_nodes(environment, fleet, election)
+    reconciler = Reconciler(
+        store,
+        fleet,
+        election,
+        key,
+        clock,
+        rounds,
+        events=recorder,
+        probes=slis.probes,
+        residency=lambda: scaling.residency,
+    )
+    nodes = _open_nodes(environment, fleet, election, lambda: tuple(scaling.residency.leaving))
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -182,7 +192,10 @@ def _open_queues(environment: Environment) -> GrpcQueues:
 
 
 def _open_nodes(
-    environment: Environment, fleet: Informer[FleetRecord | None], election: Election
+    environment: Environment,
+    fleet: Informer[FleetRecord | None],
+    election: Election,
+    leaving: Callable[[], Sequence[str]],
 ) -> NodeController | None:
     """Return what orders nodes by the operator's command; None without one."""
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
@@ -198,6 +211,7 @@ def _open_nodes(
         limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+        leaving=leaving,
     )
 
 

@@ -6,7 +6,7 @@ fails, is slow or forgets gets the same id until the order has failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -54,7 +54,10 @@ class NodeController:
         limits: NodeLimits,
         new_id: Callable[[], str],
         telemetry: NodeTelemetry,
+        leaving: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """``leaving`` returns the idle deployments that leave full workers, the first to leave first."""
+        self._leaving = leaving
         self._store = store
         self._informer = informer
         self._leadership = leadership
@@ -95,7 +98,7 @@ class NodeController:
         orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
         fleet = fleet_of(held.record for held in self._informer.view.values())
         self._observe_idle(fleet, now_s)
-        needs = _needs(fleet)
+        needs = _needs(fleet, self._leaving())
         if not needs and all(one.ended for one in orders):
             self._telemetry.orders(orders)
             return  # nothing is asked of a provider that has nothing to do
@@ -162,9 +165,9 @@ class NodeController:
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
 
 
-def _needs(fleet: Fleet) -> list[Need]:
-    """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
-    unplaced = unplaced_in(fleet)
+def _needs(fleet: Fleet, leaving: Sequence[str]) -> list[Need]:
+    """Return what has no node, and needs one. A deployment of a tenant's own nodes waits for its operator."""
+    unplaced = unplaced_in(fleet, leaving)
     return [
         Need(
             one.meta.name,
