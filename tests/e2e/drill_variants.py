@@ -38,7 +38,7 @@ from tests.support.updating import CHECKPOINT, admin_of, publish
 VERSIONS: Final = 40
 ZIPF: Final = 1.2
 TOKENS: Final = 4
-WORKER_MIB: Final = 1024
+WORKER_MIB: Final = 512
 SETTINGS: Final = {
     "FAIRWAY_ENGINE_THREADS": "1",
     "FAIRWAY_MEMORY_BYTES": str(WORKER_MIB * 2**20),

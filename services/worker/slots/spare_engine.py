@@ -39,12 +39,10 @@ class SpareEngine:
 
     async def prepare(self) -> None:
         """Start the spare, unless there is one, none is wanted, or memory is short."""
-        if not self._wanted or self._closed or self._spare is not None:
-            return
-        if self._free_bytes() < LEAST_FREE_BYTES:
+        if not self._lacks_one() or self._free_bytes() < LEAST_FREE_BYTES:
             return
         log_pipe = await LogPipe.open()
-        if self._closed or self._spare is not None:
+        if not self._lacks_one():
             log_pipe.close()
             return
         try:
@@ -52,6 +50,9 @@ class SpareEngine:
         except OSError as error:
             log_pipe.close()
             log.warning("engine.spare_not_started", reason=error.strerror)
+
+    def _lacks_one(self) -> bool:
+        return self._wanted and not self._closed and self._spare is None
 
     def take(self, config: bytes) -> Started | None:
         """Give the spare its configuration and return it; None without a live one."""

@@ -20,6 +20,7 @@ from services.controlplane.scaling.policy.scaler import (
     ScalerTuning,
     Supply,
 )
+from services.core.errors import DoesNotFit
 from services.core.estimates.pool_load import PoolLoad
 from services.core.records import Deployment, LoadedVersion, VersionState, Worker
 from services.core.scaling import IDLE_S, START_S, Reason, Scaled, Scaling
@@ -207,7 +208,8 @@ class DeploymentScaler:
         reported = [one for one in now.replicas.values() if one is not None]
         failed = [one for one in reported if one.state is VersionState.FAILED]
         why = f"{failed[0].reason} {failed[0].message}".strip() if failed else ""
-        if failed and len(failed) == len(now.replicas) and not any(one.retry_unix_s for one in failed):
+        final = [one for one in failed if not one.retry_unix_s and one.reason != DoesNotFit.reason]
+        if failed and len(final) == len(now.replicas):  # what does not fit loads once idle ones have left
             return why
         limit_s = Scaled("", 0, start_s=self.starts.mean_s).hold_s
         if self._woken_s is None or now.now_s - self._woken_s < limit_s:

@@ -281,3 +281,12 @@ def test_the_first_observed_start_replaces_the_default() -> None:
     plane.ready(1)
     plane.decide(HELD)
     assert plane.scaler.starts.mean_s == pytest.approx(3.0)
+
+
+def test_what_does_not_fit_yet_is_no_failed_start() -> None:
+    """Idle deployments leave for it, and the worker loads it then."""
+    plane = Plane(Scaling(0, 1), replicas=0)
+    plane.decide(HELD)
+    plane.fleet = {("w0", DIGEST): loaded(VersionState.FAILED, reason="DOES_NOT_FIT")}
+    assert plane.decide(HELD, 20).replicas == 1
+    assert plane.decide(HELD, 200).failed_wakes == 1, "but not for ever"
