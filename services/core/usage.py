@@ -66,7 +66,7 @@ class DeviceInterval(Struct, frozen=True):
     ended_unix_s: float
     busy_s: float
     attributed_s: float  # part of ``busy_s`` that sequences were charged
-    residents: list[Residence] = field(default_factory=list)  # what was loaded at its end
+    residents: tuple[Residence, ...] = ()  # what was loaded at its end
 
 
 UsageEvent = RequestUsage | SequenceDeviceUse | DeviceInterval

@@ -203,7 +203,7 @@ class WorkerAgent:
         """Return the current levels of each version, for the metrics."""
         return tuple(self._levels_of(slot) for slot in self._slots.values())
 
-    def residents(self) -> list[Residence]:
+    def residents(self) -> tuple[Residence, ...]:
         """Return the assigned deployments that have memory; those of one engine have equal parts of its."""
         loaded = [
             (one, slot.memory)
@@ -212,11 +212,11 @@ class WorkerAgent:
         ]
         sharing = Counter(memory.owner for _, memory in loaded)
         total = self._ledger.total_bytes
-        return [
+        return tuple(
             Residence(one.deployment, one.owner, grant.bytes / total / sharing[memory.owner])
             for one, memory in loaded
             if (grant := memory.granted) is not None and total
-        ]
+        )
 
     def moving(self) -> dict[str, bool]:
         """Return, by digest of each loaded version, whether its engine's step loop is not stalled."""

@@ -210,7 +210,7 @@ class DeviceTime:
         outbox: UsageOutbox,
         clock: Clock,
         *,
-        residents: Callable[[], list[Residence]] = list,
+        residents: Callable[[], tuple[Residence, ...]] = tuple,
     ) -> None:
         """``residents`` returns what is loaded now: an interval's idle time is charged to what is loaded at
         its end."""
