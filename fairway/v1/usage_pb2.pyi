@@ -216,6 +216,7 @@ class DeviceTime(_message.Message):
     ENDED_UNIX_MS_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     ATTRIBUTED_S_FIELD_NUMBER: _builtins.int
+    RESIDENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     device_type: _builtins.str
     cost_per_hour: _builtins.float
@@ -224,6 +225,10 @@ class DeviceTime(_message.Message):
     busy_s: _builtins.float
     attributed_s: _builtins.float
     """Part of busy_s that sequences were charged."""
+    @_builtins.property
+    def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Residence]:
+        """What was loaded at the end of the interval."""
+
     def __init__(
         self,
         *,
@@ -234,14 +239,44 @@ class DeviceTime(_message.Message):
         ended_unix_ms: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         attributed_s: _builtins.float = ...,
+        residents: _abc.Iterable[Global___Residence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributed_s", b"attributed_s", "began_unix_ms", b"began_unix_ms", "busy_s", b"busy_s", "cost_per_hour", b"cost_per_hour", "device_type", b"device_type", "ended_unix_ms", b"ended_unix_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributed_s", b"attributed_s", "began_unix_ms", b"began_unix_ms", "busy_s", b"busy_s", "cost_per_hour", b"cost_per_hour", "device_type", b"device_type", "ended_unix_ms", b"ended_unix_ms", "residents", b"residents", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeviceTime: _TypeAlias = DeviceTime  # noqa: Y015
+
+@_typing.final
+class Residence(_message.Message):
+    """A deployment that is loaded on a device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    MEMORY_RATIO_FIELD_NUMBER: _builtins.int
+    deployment: _builtins.str
+    owner: _builtins.str
+    """Who asked for the deployment. Empty: not stated."""
+    memory_ratio: _builtins.float
+    """Its engine's part of the device's memory."""
+    def __init__(
+        self,
+        *,
+        deployment: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        memory_ratio: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "memory_ratio", b"memory_ratio", "owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Residence: _TypeAlias = Residence  # noqa: Y015
 
 @_typing.final
 class UsageEvent(_message.Message):

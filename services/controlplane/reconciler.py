@@ -20,6 +20,7 @@ from services.controlplane.policy.assign import (
 )
 from services.controlplane.policy.events import FleetEvent
 from services.controlplane.resources.status import unplaced_message
+from services.controlplane.scaling.policy.residency import Residency
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
 from services.core.estimates.traffic_shapes import RequestShape
@@ -48,6 +49,7 @@ _RETRY_S: Final = 0.5
 
 
 Probes = Callable[[], Mapping[str, tuple[RequestShape, ...]]]
+_NONE_LEAVES: Final = Residency()
 
 
 def _unrecorded() -> Mapping[str, tuple[RequestShape, ...]]:
@@ -75,12 +77,14 @@ class Reconciler:
         events: EventRecorder,
         probes: Probes = _unrecorded,
         likely: Callable[[], Mapping[str, float]] = dict,
+        residency: Callable[[], Residency] = lambda: _NONE_LEAVES,
     ) -> None:
         """``probes`` returns the shapes of each model's traffic that new versions are probed with; ``likely``
-        how likely deployments need another replica.
+        how likely deployments need another replica; ``residency`` which idle ones leave full workers.
         """
         self._probes = probes
         self._likely = likely
+        self._residency = residency
         self._telemetry = telemetry if telemetry is not None else ReconcilerTelemetry(clock)
         self._store = store
         self._informer = informer
@@ -109,6 +113,7 @@ class Reconciler:
         """Make one pass over the view. Returns whether every write succeeded."""
         view, revision = self._informer.view, self._informer.revision
         fleet = fleet_of(held.record for held in view.values())
+        residency = self._residency()
         actions = plan(
             fleet.deployments,
             fleet.workers,
@@ -119,6 +124,8 @@ class Reconciler:
             engines=fleet.engines,
             groups=fleet.groups,
             likely=self._likely(),
+            estimates=residency.needs,
+            leaving=tuple(residency.leaving),
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

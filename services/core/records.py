@@ -259,6 +259,9 @@ class ApiKey:
     limits: UsageLimits = field(default_factory=UsageLimits)
 
 
+OWNER_LABEL: Final = "owner"  # key of the label that names who asked for a deployment
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """A served model. ``meta.name`` is the model name in requests; its mod_revision is the route revision."""
@@ -283,6 +286,11 @@ class Deployment:
         if self.scaling is None or decided is None:
             return self
         return replace(self, replicas=decided.replicas)
+
+    @property
+    def owner(self) -> str:
+        """Return who asked for it: its tenant, else its label ``owner``."""
+        return self.tenant or self.meta.labels.get(OWNER_LABEL, "")
 
     @property
     def devices(self) -> int:
@@ -442,6 +450,7 @@ class AssignedVersion:
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)
     tensor_parallel: int = 1  # devices that share each layer
     pipeline_parallel: int = 1  # groups of devices that follow each other
+    owner: str = ""  # who asked for the deployment, as its idle time is charged
 
     @property
     def engine(self) -> tuple[str, int, int]:
@@ -485,6 +494,11 @@ class LoadedVersion:
     # KV memory that it releases to a version of its own or a higher priority that waits for memory.
     spare_bytes: int = 0
     capabilities: tuple[str, ...] = ()  # what its engine promises, sorted
+
+    @property
+    def granted_bytes(self) -> int:
+        """The memory of its engine."""
+        return self.weight_bytes + self.working_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True, slots=True)

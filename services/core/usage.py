@@ -48,6 +48,14 @@ class SequenceDeviceUse(Struct, frozen=True):
     device_s: float  # its share of the steps that it took part in
 
 
+class Residence(Struct, frozen=True):
+    """A deployment that is loaded on a device."""
+
+    deployment: str
+    owner: str  # who asked for the deployment; empty: not stated
+    memory_ratio: float  # its engine's part of the device's memory
+
+
 class DeviceInterval(Struct, frozen=True):
     """How a device spent an interval. ``busy_s``: engine steps; the rest of the interval it was idle."""
 
@@ -58,6 +66,7 @@ class DeviceInterval(Struct, frozen=True):
     ended_unix_s: float
     busy_s: float
     attributed_s: float  # part of ``busy_s`` that sequences were charged
+    residents: tuple[Residence, ...] = ()  # what was loaded at its end
 
 
 UsageEvent = RequestUsage | SequenceDeviceUse | DeviceInterval
@@ -78,4 +87,6 @@ def implausible(event: UsageEvent) -> tuple[str, str] | None:
                 return "began_unix_ms", f"is more than {MAX_INTERVAL_S:g} s before ended_unix_ms"
             if event.attributed_s > event.busy_s * 1.001 + 1e-3:
                 return "attributed_s", f"is {event.attributed_s:g}; busy_s is {event.busy_s:g}"
+            if (held := sum(one.memory_ratio for one in event.residents)) > 1.001:
+                return "residents", f"have {held:g} of the device's memory"
     return None

@@ -93,8 +93,9 @@ def controlplane(environment: Environment) -> Role:
         events=recorder,
         probes=slis.probes,
         likely=scaler.likely,
+        residency=lambda: scaler.residency,
     )
-    _open_nodes(environment, fleet, election, scaler.growth_variance)
+    _open_nodes(environment, fleet, election, scaler)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -175,7 +176,7 @@ def _open_nodes(
     environment: Environment,
     fleet: Informer[FleetRecord | None],
     election: Election,
-    growth_variance: Callable[[], float],
+    scaler: ScalingController,
 ) -> None:
     """Start what orders nodes by the operator's command, if there is one."""
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
@@ -191,7 +192,8 @@ def _open_nodes(
         limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
-        growth_variance=growth_variance,
+        growth_variance=scaler.growth_variance,
+        leaving=lambda: tuple(scaler.residency.leaving),
     )
     environment.supervisor.spawn("nodes", nodes.run())
 

@@ -28,9 +28,10 @@ from services.runtime.version_trust import VersionTrust
 from services.worker.agent.agent import WorkerAgent
 from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
-from services.worker.slots.engine_process import process_launcher
+from services.worker.slots.engine_process import ENGINE_MODULE, process_launcher
 from services.worker.slots.engine_settings import RETIRE_MARGIN_S, EngineSettings
 from services.worker.slots.followed_engine import Followers, led_launcher
+from services.worker.slots.spare_engine import SpareEngine
 from services.worker.slots.version_files import VersionFiles
 from services.worker.streams.admission import FallbackAdmission, FallbackRules
 from services.worker.streams.charges import DeviceKind, DeviceTime
@@ -46,7 +47,7 @@ def worker(environment: Environment) -> Role:
         environment.metrics, clock=clock, tracing=environment.tracing, lines=environment.request_lines
     )
     outbox = open_usage_outbox(environment)
-    device = DeviceTime(_device_kind(settings), outbox, clock)
+    device = DeviceTime(_device_kind(settings), outbox, clock, residents=lambda: agent.residents())
     host = SequenceHost(
         changed=_ignore,
         not_admitted=telemetry.not_admitted,
@@ -105,6 +106,8 @@ def _agent(
     clock, supervisor, settings = environment.clock, environment.supervisor, environment.settings
     texts, engines = TextProcessCheck(clock, supervisor), engine_settings(settings)
     trust = VersionTrust(environment.store, clock)
+    spare = SpareEngine(ENGINE_MODULE)
+    environment.closing.callback(spare.close)
     return WorkerAgent(
         worker_identity(settings),
         settings=engines,
@@ -118,6 +121,7 @@ def _agent(
                 engines.timeouts,
                 vllm_dir=vllm_folder(settings),
                 ranks_address=settings.ranks_address,
+                spare=spare,
             ),
             Followers(
                 settings.worker_id,

@@ -9,7 +9,8 @@ is placed at once, and if the worker returns first, its assignment and loaded ve
 Memory: the minimum of a version is recorded once a worker has tried to load it. A replica is placed where
 that much is free. If no worker has room, it replaces replicas of a lower priority: as few as make enough
 room, and none if all of them would not suffice. A replica whose worker lacks memory for it moves to a worker
-with memory.
+with memory. Idle deployments that may be at zero leave before any other, in a given order, and get no new
+worker.
 
 ``ServingTerms`` travel with an assignment: what its versions are probed with, and their ITL target. The
 target follows the objectives at once; the shapes stay those of the time when the version was assigned.
@@ -36,6 +37,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.controlplane.policy.host import (
+    MAX_VERSIONS_PER_WORKER,
     Host,
     arm_deployment,
     base_name,
@@ -138,19 +140,24 @@ def plan(
     terms: Mapping[str, ServingTerms] = _NONE,
     groups: Mapping[str, str] = _UNKNOWN,
     likely: Mapping[str, float] = _UNLIKELY,
+    leaving: Sequence[str] = (),
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
     ``workers`` are the live ones. ``estimates`` has the memory of versions that none has measured.
     ``engines`` names what each version computes: versions with the same share the memory of one. ``terms``
     are by deployment; ``groups`` has the node group of each tenant. ``likely`` weighs the deployments that
-    may need another replica soon: workers without one prefetch their versions. After the actions are applied,
-    another plan writes nothing until a state changes. Higher priority is placed first, then by name; no
-    worker gets two replicas of one version.
+    may need another replica soon: workers without one prefetch their versions. ``leaving`` are the idle
+    deployments that may be at zero, the first to leave first. After the actions are applied, another plan
+    writes nothing until a state changes. Higher priority is placed first, then by name; no worker gets two
+    replicas of one version.
     """
     splits = {one.route.deployment: one for one in routes}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
     hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines, groups)
+    ranks = {name: number - len(leaving) for number, name in enumerate(leaving)}
+    for host in hosts:
+        host.idle_ranks = ranks
     wanted = {deployment.meta.name: deployment for deployment in (*deployments, *arms)}
     _drop_unwanted(hosts, wanted)
     unplaced: list[Unplaced] = []
@@ -232,9 +239,11 @@ def _settle(
         surplus = max(staying, key=lambda host: _surplus_rank(host, version, staying))
         staying.remove(surplus)
         surplus.remove(name, "surplus")
+    idle = any(name in host.idle_ranks for host in hosts)
+    wanted = min(deployment.replicas, len(staying)) if idle else deployment.replicas
     rejected: tuple[tuple[str, str], ...] = ()
     alone = split is not None and split.route.by_worker
-    while len(staying) < deployment.replicas:
+    while len(staying) < wanted:
         choice = _choose(deployment, hosts, staying, alone=alone)
         if not isinstance(choice, Host):
             rejected = choice
@@ -242,8 +251,8 @@ def _settle(
         choice.held[name] = version
         choice.reasons.append(f"{name}: placed")
         staying.append(choice)
-    missing = deployment.replicas - len(staying)
-    if not is_arm:
+    missing = wanted - len(staying)
+    if not is_arm and not idle:
         for host in staying:
             _evict_for(host, version)
         missing = free_memory_for_update(deployment, version, hosts, missing)
@@ -261,6 +270,7 @@ def _version_of(deployment: Deployment) -> AssignedVersion:
         deployment.priority,
         tensor_parallel=deployment.tensor_parallel,
         pipeline_parallel=deployment.pipeline_parallel,
+        owner=deployment.owner,
     )
 
 
@@ -286,7 +296,9 @@ def _remove_starved(deployment: Deployment, hosts: Sequence[Host]) -> None:
 
 
 def _evict_for(host: Host, version: AssignedVersion) -> None:
-    """Evict replicas of lower priority so that the worker can load this version."""
+    """Evict idle replicas and those of lower priority so that the worker can load this version."""
+    for one in host.idle[: max(0, len(host.assigned) - MAX_VERSIONS_PER_WORKER)]:
+        host.evict(one, f"leaves its place to {version.deployment}")
     if version.version_digest not in host.needs:
         return
     for digest, size_bytes in host.memory.evictions_for(version):
@@ -307,13 +319,13 @@ def _choose(
 ) -> Host | tuple[tuple[str, str], ...]:
     """Return the eligible worker in the zone with the fewest replicas, then the least loaded.
 
-    First come workers whose engine the version joins; last, those that have to evict a lower priority. Among
-    equals, those that have prefetched the version.
+    First come workers whose engine the version joins; last, those that have to evict idle deployments or a
+    lower priority, the least worth first. Among equals, those that have prefetched the version.
     ``alone``: none with another version of the deployment is eligible.
     """
     version = _version_of(deployment)
     rejected: list[tuple[str, str]] = []
-    ranking: list[tuple[bool, bool, int, bool, int, str]] = []
+    ranking: list[tuple[int, bool, int, bool, int, str]] = []
     by_id: dict[str, Host] = {}
     for host in hosts:
         if not host.live:
@@ -322,19 +334,16 @@ def _choose(
         why = host.rejection(deployment)
         if not why and alone and any(base_name(held) == version.deployment for held in host.held):
             why = "has_another_version"
-        crowded, memory = False, host.memory
         if not why and version.version_digest in host.needs:
-            why = no_memory(memory, version)
-            free_bytes = memory.free_bytes(but=version.version_digest, rank=version.priority.rank)
-            crowded = free_bytes < memory.needed_bytes(version)
+            why = no_memory(host.memory, version)
         if why:
             rejected.append((worker_id, why))
             continue
         by_id[worker_id] = host
-        new = not memory.joins(version)
+        new = not host.memory.joins(version)
         cold = version.version_digest not in host.worker.prefetched
         in_zone = _in_zone(staying, host.worker.zone)
-        ranking.append((crowded, new, in_zone, cold, len(host.assigned), worker_id))
+        ranking.append((host.loss(version), new, in_zone, cold, len(host.assigned), worker_id))
     return by_id[min(ranking)[-1]] if ranking else tuple(rejected)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from services.controlplane.policy.memory import MemoryView, needs_of
+from services.controlplane.policy.memory import LOWEST, MemoryView, needs_of
 from services.core.errors import IsolationUnavailable
 from services.core.records import (
     SHARED_NODES,
@@ -70,6 +70,8 @@ class Host:
     stored_prefetch: tuple[AssignedVersion, ...] = ()
     # The end of its node that its assignment has.
     stored_ends_unix_s: float = 0.0
+    # The ranks of idle deployments, below those of priorities, by name: the lowest leaves first.
+    idle_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def leaving(self) -> bool:
@@ -88,7 +90,22 @@ class Host:
 
     @property
     def memory(self) -> MemoryView:
-        return MemoryView(self.worker, self.assigned, self.needs, self.engines)
+        return MemoryView(self.worker, self.assigned, self.needs, self.engines, self.idle_ranks)
+
+    @property
+    def full(self) -> bool:
+        return len(self.assigned) >= MAX_VERSIONS_PER_WORKER
+
+    @property
+    def idle(self) -> tuple[AssignedVersion, ...]:
+        """Versions of idle deployments, the first to leave first."""
+        found = [one for one in self.assigned if one.deployment in self.idle_ranks]
+        return tuple(sorted(found, key=lambda one: self.idle_ranks[one.deployment]))
+
+    def loss(self, version: AssignedVersion) -> int:
+        """Return the highest rank that leaves for a version that is placed here; ``LOWEST`` if none does."""
+        crowded = self.memory.loss(version) if version.version_digest in self.needs else LOWEST
+        return max(crowded, self.idle_ranks[self.idle[0].deployment]) if self.full and self.idle else crowded
 
     def rejection(self, deployment: Deployment) -> str:
         """Return the reason against a replica of the deployment's version here, empty if it may be placed."""
@@ -104,7 +121,7 @@ class Host:
             return "lacks_a_label"
         if deployment.devices > self.worker.devices:
             return f"too_few_devices: has {self.worker.devices} of {deployment.devices}"
-        if len(self.assigned) >= MAX_VERSIONS_PER_WORKER:
+        if self.full and not self.idle:
             return "full"
         return ""
 

@@ -2,21 +2,22 @@
 
 An engine serves every deployment of a version on its worker, and every version with the same computation: one
 that joins another takes no memory. Memory is counted by version digest, at the highest priority of the
-engine's deployments; a worker reports it with one of the engine's versions. A worker that reports no memory
-size has no bound.
+engine's deployments; a worker reports it with one of the engine's versions. An idle deployment that may be at
+zero ranks below every priority. A worker that reports no memory size has no bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from services.core.errors import DoesNotFit
 from services.core.records import AssignedVersion, LoadedVersion, VersionState, Worker
 
 UNBOUNDED: Final = 1 << 62
+LOWEST: Final = -UNBOUNDED
 
 
 def needs_of(workers: Iterable[Worker]) -> dict[str, int]:
@@ -34,13 +35,14 @@ class MemoryView:
     """The memory of one worker, with ``held`` assigned to it. ``needs`` is the result of ``needs_of``.
 
     ``engines`` names what each version computes; versions with the same share an engine, others have their
-    own.
+    own. ``idle_ranks`` has the ranks of idle deployments, all below those of priorities.
     """
 
     worker: Worker
     held: Sequence[AssignedVersion]
     needs: Mapping[str, int]
     engines: Mapping[str, str] = field(default_factory=dict)
+    idle_ranks: Mapping[str, int] = field(default_factory=dict)
 
     def joins(self, version: AssignedVersion) -> bool:
         """Whether another assigned version has the engine that the version would run on."""
@@ -49,7 +51,7 @@ class MemoryView:
 
     def granted_bytes(self, digest: str) -> int:
         loaded = self._loaded(digest)
-        return 0 if loaded is None else loaded.weight_bytes + loaded.working_bytes + loaded.kv_bytes
+        return 0 if loaded is None else loaded.granted_bytes
 
     def retained_bytes(self, digest: str, rank: int) -> int:
         """Return the bytes that a version retains while one of priority ``rank`` waits.
@@ -71,7 +73,12 @@ class MemoryView:
         )
 
     def free_bytes(
-        self, *, but: str = "", rank: int = -1, held_from_rank: int = 0, due_from_rank: int = 0
+        self,
+        *,
+        but: str = "",
+        rank: int = LOWEST,
+        held_from_rank: int = LOWEST,
+        due_from_rank: int = LOWEST,
     ) -> int:
         """Return the worker's bytes without the granted memory and the outstanding needs of assigned
         versions.
@@ -111,7 +118,7 @@ class MemoryView:
     def evictions_for(self, version: AssignedVersion) -> tuple[tuple[str, int], ...]:
         """Return (digest, bytes) of the versions to evict so that ``version`` can be loaded.
 
-        Only lower priorities are evicted, the lowest first, and none when all of them would not suffice.
+        Only lower ranks are evicted, the lowest first, and none when all of them would not suffice.
         """
         digest = version.version_digest
         needed_bytes = self.needed_bytes(version)
@@ -142,12 +149,19 @@ class MemoryView:
         # The engine ends with the last of its versions.
         return tuple((each, size_bytes) for other, size_bytes in evicted for each in self._together(other))
 
+    def loss(self, version: AssignedVersion) -> int:
+        """Return the highest rank that is evicted for a version that joins; below all ranks if none is."""
+        view = replace(self, held=(*self.held, version))
+        ranks = view._ranks()
+        return max((ranks[digest] for digest, _ in view.evictions_for(version)), default=LOWEST)
+
     def _ranks(self) -> dict[str, int]:
         ranks: dict[str, int] = {}
         for version in self.held:
             if version.executor != "null":
                 engine = self._engine(version.version_digest)
-                ranks[engine] = max(version.priority.rank, ranks.get(engine, 0))
+                rank = self.idle_ranks.get(version.deployment, version.priority.rank)
+                ranks[engine] = max(rank, ranks.get(engine, LOWEST))
         return {
             version.version_digest: ranks[self._engine(version.version_digest)]
             for version in self.held

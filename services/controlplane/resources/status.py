@@ -83,8 +83,11 @@ class NodeView:
     drain: DrainProgress | None = None
 
 
-def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
-    """Return what the planner cannot place, by deployment: one plan for the whole fleet."""
+def unplaced_in(fleet: Fleet, leaving: Sequence[str] = ()) -> dict[str, Unplaced]:
+    """Return what the planner cannot place, by deployment: one plan for the whole fleet.
+
+    ``leaving`` are the idle deployments that leave full workers.
+    """
     actions = plan(
         fleet.deployments,
         fleet.workers,
@@ -93,6 +96,7 @@ def unplaced_in(fleet: Fleet) -> dict[str, Unplaced]:
         fleet.routes,
         engines=fleet.engines,
         groups=fleet.groups,
+        leaving=leaving,
     )
     return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
 

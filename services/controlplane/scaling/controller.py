@@ -15,7 +15,9 @@ import structlog
 
 from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, replicas_of
 from services.controlplane.leading import repeat_while_leading
+from services.controlplane.policy.memory import needs_of
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
+from services.controlplane.scaling.policy.residency import Residency, Resident, leaving
 from services.controlplane.scaling.policy.scaler import ScalerTuning
 from services.controlplane.telemetry import ScalingTelemetry
 from services.core.errors import FairwayError
@@ -38,6 +40,7 @@ class _Term:
 
     epoch: int
     scalers: dict[str, DeploymentScaler] = field(default_factory=dict)
+    residency: Residency = field(default_factory=Residency)
 
 
 class ScalingController:
@@ -94,6 +97,11 @@ class ScalingController:
     def _led(self) -> Mapping[str, DeploymentScaler]:
         return self._term.scalers if self._leadership.epoch == self._term.epoch else {}
 
+    @property
+    def residency(self) -> Residency:
+        """Which idle deployments leave full workers first, as this leader last observed."""
+        return self._term.residency if self._leadership.epoch == self._term.epoch else Residency()
+
     async def round(self, epoch: int) -> None:
         """Decide once for every deployment with bounds."""
         if not self._informer.synced:
@@ -111,14 +119,19 @@ class ScalingController:
             del self._term.scalers[name]
         await self._drop_unwanted(view, names, epoch)
         if not scaled:
+            self._term.residency = Residency()
             return
         loads = await self._observed()
         fleet = fleet_of(held.record for held in view.values())
-        found = [
-            (self._decide(deployment, view, fleet, loads, epoch), revision) for deployment, revision in scaled
-        ]
-        self._telemetry.replicas((one.deployment, one.replicas) for one, _ in found)
-        for decision, revision in found:
+        decided = [self._decide(deployment, view, fleet, loads, epoch) for deployment, _ in scaled]
+        digests = {deployment.version_digest for deployment, _ in scaled}
+        needs = {**self._term.residency.needs, **needs_of(fleet.workers)}
+        self._term.residency = Residency(
+            leaving(resident for _, resident in decided if resident is not None),
+            {digest: size_bytes for digest, size_bytes in needs.items() if digest in digests},
+        )
+        self._telemetry.replicas((one.deployment, one.replicas) for one, _ in decided)
+        for (decision, _), (_, revision) in zip(decided, scaled, strict=True):
             await self._write(decision, view.get(SCALED + decision.deployment), revision, epoch)
 
     def _decide(
@@ -128,7 +141,7 @@ class ScalingController:
         fleet: Fleet,
         loads: Mapping[str, PoolLoad] | None,
         epoch: int,
-    ) -> Scaled:
+    ) -> tuple[Scaled, Resident | None]:
         name = deployment.meta.name
         scaler = self._term.scalers.setdefault(name, DeploymentScaler(self._tuning))
         held = view.get(SCALED + name)
@@ -151,8 +164,10 @@ class ScalingController:
             self._clock.monotonic_s(),
             replica_cost=replica_cost(deployment, fleet.workers),
             in_rollout=bool(arms),
+            leaving=self._term.residency.leaving.get(name, ""),
         )
-        return scaler.decide(situation)
+        decision = scaler.decide(situation)
+        return decision, scaler.resident(situation, decision.replicas)
 
     async def _observed(self) -> Mapping[str, PoolLoad] | None:
         try:

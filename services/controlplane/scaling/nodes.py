@@ -6,7 +6,7 @@ fails, is slow or forgets gets the same id until the order has failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -56,8 +56,11 @@ class NodeController:
         new_id: Callable[[], str],
         telemetry: NodeTelemetry,
         growth_variance: Callable[[], float],
+        leaving: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """``growth_variance``: of the nodes that are needed more while a replica starts."""
+        """``growth_variance``: of the nodes that are needed more while a replica starts; ``leaving`` returns
+        the idle deployments that leave full workers, the first to leave first."""
+        self._leaving = leaving
         self._store = store
         self._informer = informer
         self._leadership = leadership
@@ -99,7 +102,7 @@ class NodeController:
         orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
         fleet = fleet_of(held.record for held in self._informer.view.values())
         self._observe_idle(fleet, now_s)
-        needs, idle = _needs(fleet), len(self._idle_since_s)
+        needs, idle = _needs(fleet, self._leaving()), len(self._idle_since_s)
         warm = warm_nodes(len(fleet.workers) - idle, self._growth_variance(), self._limits)
         if not needs and idle >= warm and all(one.ended for one in orders):
             self._telemetry.orders(orders)
@@ -169,9 +172,9 @@ class NodeController:
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
 
 
-def _needs(fleet: Fleet) -> list[MissingReplicas]:
-    """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
-    unplaced = unplaced_in(fleet)
+def _needs(fleet: Fleet, leaving: Sequence[str]) -> list[MissingReplicas]:
+    """Return what has no node, and needs one. A deployment of a tenant's own nodes waits for its operator."""
+    unplaced = unplaced_in(fleet, leaving)
     return [
         MissingReplicas(
             one.meta.name,

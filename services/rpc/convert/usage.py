@@ -8,7 +8,14 @@ from fairway.mirror import Mirror, Pair
 from fairway.v1 import usage_pb2 as pb
 from services.core.errors import InvalidInput
 from services.core.generation import Usage
-from services.core.usage import DeviceInterval, RequestUsage, SequenceDeviceUse, UsageEvent, implausible
+from services.core.usage import (
+    DeviceInterval,
+    RequestUsage,
+    Residence,
+    SequenceDeviceUse,
+    UsageEvent,
+    implausible,
+)
 
 
 def _ms(unix_s: float) -> int:
@@ -34,7 +41,15 @@ SEQUENCE: Final = Mirror(SequenceDeviceUse, pb.SequenceUse, {**_ENDED, "usage": 
 _REQUEST: Final = Mirror(
     RequestUsage, pb.SettledRequest, {**_ENDED, "usage": TOKENS.one("tokens")}, apart=("budgeted",)
 )
-_DEVICE: Final = Mirror(DeviceInterval, pb.DeviceTime, {**_ENDED, "began_unix_s": _moment("began_unix_ms")})
+_DEVICE: Final = Mirror(
+    DeviceInterval,
+    pb.DeviceTime,
+    {
+        **_ENDED,
+        "began_unix_s": _moment("began_unix_ms"),
+        "residents": Mirror(Residence, pb.Residence).each("residents"),
+    },
+)
 
 
 def event_to_proto(event: UsageEvent) -> pb.UsageEvent:

@@ -85,6 +85,11 @@ def resident_bytes(pid: int) -> int:
 _MOST: Final = 1_048_576
 
 
+def available_bytes() -> int:
+    """Return the memory that processes of this machine can take without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
 def raise_descriptor_limit() -> None:
     """Raise the soft limit to the hard limit. If the system rejects it, the limit stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -29,6 +30,7 @@ from services.core.records import (
     dump,
     load,
 )
+from services.core.usage import Residence
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
 from services.runtime.fleet_state.informer import Informer
@@ -55,7 +57,7 @@ from services.worker.policy.lifecycle import (
 from services.worker.policy.memory_shares import MemoryShare, divided, kv_targets
 from services.worker.slots.engine_process import EngineLauncher
 from services.worker.slots.engine_settings import EngineSettings
-from services.worker.slots.version_engine import RESIZABLE, SlotContext
+from services.worker.slots.version_engine import RESIZABLE, WITH_ENGINE, SlotContext
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_slot import VersionSlot
 from services.worker.streams.host import SequenceHost
@@ -205,6 +207,21 @@ class WorkerAgent:
     def levels(self) -> tuple[EngineLevels, ...]:
         """Return the current levels of each version, for the metrics."""
         return tuple(self._levels_of(slot) for slot in self._slots.values())
+
+    def residents(self) -> tuple[Residence, ...]:
+        """Return the assigned deployments that have memory; those of one engine have equal parts of its."""
+        loaded = [
+            (one, slot.memory)
+            for one in self._assigned.versions
+            if (slot := self._slots.get(one.version_digest)) is not None and slot.phase in WITH_ENGINE
+        ]
+        sharing = Counter(memory.owner for _, memory in loaded)
+        total = self._ledger.total_bytes
+        return tuple(
+            Residence(one.deployment, one.owner, grant.bytes / total / sharing[memory.owner])
+            for one, memory in loaded
+            if (grant := memory.granted) is not None and total
+        )
 
     def moving(self) -> dict[str, bool]:
         """Return, by digest of each loaded version, whether its engine's step loop is not stalled."""

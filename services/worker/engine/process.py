@@ -1,5 +1,8 @@
 """The engine process: ``python -P -m services.worker.engine.process --config JSON``.
 
+With ``--config -`` it imports what an engine needs, and then reads its configuration as a line of its
+standard input; an end without one ends the process.
+
 It connects to its agent, loads, and steps until it receives a stop or loses the agent. Two threads: the
 reader feeds commands, the main thread does everything else. Prompts and outputs are never logged.
 """
@@ -27,7 +30,7 @@ from fairway.log_stream import LogStream
 from services.runtime.process.child import die_with_parent
 from services.runtime.telemetry.logging import LineBudget
 from services.worker.engine.core import DuplicateHandle
-from services.worker.engine.load.loading import Report, load
+from services.worker.engine.load.loading import Report, import_engine, load
 from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
@@ -194,9 +197,15 @@ def main(arguments: list[str], load: Loader = load) -> int:
     die_with_parent()
     _keep_freed_memory()
     parser = argparse.ArgumentParser(prog="services.worker.engine.process")
-    parser.add_argument("--config", required=True, help="an EngineConfig as JSON")
+    parser.add_argument("--config", required=True, help="an EngineConfig as JSON; - reads it")
+    given = parser.parse_args(arguments).config
+    if given == "-":
+        import_engine()
+        given = sys.stdin.buffer.readline()
+        if not given:
+            return EngineExitCode.DONE
     try:
-        config = msgspec.json.decode(parser.parse_args(arguments).config, type=EngineConfig)
+        config = msgspec.json.decode(given, type=EngineConfig)
         channel = connect(config.socket_path, sleep=time.sleep)
     except msgspec.DecodeError as error:
         log.error("config.refused", message=str(error))

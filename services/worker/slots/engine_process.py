@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -51,6 +50,8 @@ from services.worker.engine_protocol import (
     encode,
 )
 from services.worker.policy.engine_failures import ABANDON_STEPS, cause_of
+from services.worker.slots.log_pipe import LogPipe
+from services.worker.slots.spare_engine import SpareEngine
 from services.worker.step_page import StepPage
 
 log = structlog.get_logger()
@@ -65,7 +66,6 @@ BATCHER_MODULE: Final = ("-P", "-m", "services.worker.batcher.process")
 BATCHERS: Final = ("rows", "vllm_rows")
 ON_VLLM: Final = ("vllm", "vllm_rows")
 MAX_SEND_BUFFER_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-MAX_LOG_LINE_BYTES: Final = 65536
 
 
 class EngineLink(asyncio.Protocol):
@@ -118,53 +118,6 @@ class Refusal(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
-
-
-class LogPipe:
-    """The engine's stderr. It is not an asyncio subprocess pipe: with that, the end of a process is reported
-    only after its children closed theirs."""
-
-    def __init__(self, reader: asyncio.StreamReader, transport: asyncio.BaseTransport, write_fd: int) -> None:
-        self._reader = reader
-        self._transport = transport
-        self._write_fd = write_fd
-
-    @staticmethod
-    async def open() -> LogPipe:
-        read_fd, write_fd = os.pipe()
-        reader = asyncio.StreamReader(limit=MAX_LOG_LINE_BYTES)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(read_fd)
-        )
-        return LogPipe(reader, transport, write_fd)
-
-    @contextlib.contextmanager
-    def write_end(self) -> Iterator[int]:
-        """Yield the write end for the process; the agent's copy is closed on exit."""
-        try:
-            yield self._write_fd
-        finally:
-            os.close(self._write_fd)
-            self._write_fd = -1
-
-    async def copy(self, pid: int) -> None:
-        """Log each line until the last writer has closed the pipe."""
-        while True:
-            try:
-                line = await self._reader.readline()
-            except ValueError:  # a line above the limit; asyncio dropped that many bytes of it
-                continue
-            if not line:
-                return
-            # Other output is what a library, the interpreter or a crash wrote.
-            is_event = line.startswith(b"{") and b'"event"' in line
-            event = "engine.logged" if is_event else "engine.stderr_written"
-            log.info(event, pid=pid, line=line.decode("utf-8", "replace").rstrip())
-
-    def close(self) -> None:
-        self._transport.close()
-        if self._write_fd >= 0:
-            os.close(self._write_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +213,12 @@ def process_launcher(
     vllm_dir: Path | None = None,
     ranks_address: str = "",
     command: tuple[str, ...] = (),
+    spare: SpareEngine | None = None,
 ) -> EngineLauncher:
     """Return the launcher of engine processes. ``env`` None: the agent's own environment.
 
     ``ranks_address``: of this node, for engines on several. Without ``command``: the module of the executor.
+    ``spare``: the process of the next engine on torch, closed by the caller.
     """
 
     def launch(config: EngineConfig, events: EngineEvents) -> RunningEngine:
@@ -277,6 +232,7 @@ def process_launcher(
             vllm_dir=vllm_dir,
             ranks_address=ranks_address,
             command=command,
+            spare=spare,
         )
 
     return launch
@@ -297,6 +253,7 @@ class EngineProcess:
         command: tuple[str, ...] = (),
         vllm_dir: Path | None = None,
         ranks_address: str = "",
+        spare: SpareEngine | None = None,
     ) -> None:
         """``start`` sets ``config.socket_path``. ``env`` None: the agent's own environment. Without
         ``command``: the module of the executor."""
@@ -309,6 +266,7 @@ class EngineProcess:
         self._vllm_dir = vllm_dir  # the environment of the executors on vLLM
         self._ranks_address = ranks_address
         self._command = command or (BATCHER_MODULE if config.executor in BATCHERS else ENGINE_MODULE)
+        self._spare = spare if config.executor == "torch" and not command else None
         self._link = EngineLink(self._on_event, self.kill)
         self._process: subprocess.Popen[bytes] | None = None
         self._page: StepPage | None = None
@@ -344,13 +302,16 @@ class EngineProcess:
         async with contextlib.AsyncExitStack() as undo:
             try:
                 server, path = await self._listen(undo)
-                log_pipe = await LogPipe.open()
+                config = self._at(path)
+                taken = self._spare.take(msgspec.json.encode(config)) if self._spare is not None else None
+                log_pipe = await LogPipe.open() if taken is None else taken[1]
                 undo.callback(log_pipe.close)
-                self._process = process = self._spawn(path, log_pipe)
+                self._process = process = self._spawn(config, log_pipe) if taken is None else taken[0]
             except OSError as exc:
                 raise FailedPrecondition(f"the engine process cannot be started: {exc.strerror}") from exc
             self._started_s = self._last_message_s = self._clock.monotonic_s()
-            log.info("engine.started", pid=process.pid, executor=self._config.executor)
+            spare = taken is not None
+            log.info("engine.started", pid=process.pid, executor=self._config.executor, spare=spare)
             self._supervisor.spawn(
                 f"engine-{process.pid}", self._run(process, server, log_pipe, undo.pop_all())
             )
@@ -397,15 +358,17 @@ class EngineProcess:
     def _accept(self) -> asyncio.Protocol:
         return self._link if self._link.transport is None else Refusal()
 
-    def _spawn(self, socket_path: str, log_pipe: LogPipe) -> subprocess.Popen[bytes]:
+    def _at(self, socket_path: str) -> EngineConfig:
+        page = os.path.join(os.path.dirname(socket_path), _PAGE)
+        return msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)
+
+    def _spawn(self, config: EngineConfig, log_pipe: LogPipe) -> subprocess.Popen[bytes]:
         """Start it in its own session and process group; blocks for about a millisecond.
 
         Not by the event loop: uvloop forks, and gRPC's fork handlers can crash the child before it becomes
         the engine; ``Popen`` uses vfork. It must not run in a thread, because the engine ends with the thread
         that started it.
         """
-        page = os.path.join(os.path.dirname(socket_path), _PAGE)
-        config = msgspec.structs.replace(self._config, socket_path=socket_path, step_page_path=page)
         python, env = sys.executable, self._env
         if self._config.executor in ON_VLLM:
             found = interpreter_of(self._vllm_dir)
@@ -451,6 +414,10 @@ class EngineProcess:
                 await self._group_ended(process.pid)
                 await asyncio.to_thread(sweep, self._born_unix_s)
             self._exited.set()
+        if self._spare is not None:
+            if self._stopping:
+                self._spare.want()
+            await self._spare.prepare()
 
     async def _run_to_end(
         self,
@@ -542,6 +509,8 @@ class EngineProcess:
             case Ready():
                 self._ready = True
                 self._full_step_s = event.full_step_s
+                if self._spare is not None:  # it takes processors only after the load
+                    self._supervisor.spawn("spare-engine", self._spare.prepare())
                 self._events.on_ready(event)
             case LoadFailed():
                 self._refused = event

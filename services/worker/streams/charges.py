@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from services.core.fleet import SequenceUsage, TenantTokens
 from services.core.generation import FinishReason, Usage
 from services.core.records import Priority
-from services.core.usage import DeviceInterval, SequenceDeviceUse
+from services.core.usage import DeviceInterval, Residence, SequenceDeviceUse
 from services.ports.clock import Clock
 from services.ports.usage import UsageOutbox
 from services.worker.engine_protocol import Stepped
@@ -204,7 +204,17 @@ class DeviceTime:
     of the interval, if anything. Single writer: the worker's event loop.
     """
 
-    def __init__(self, kind: DeviceKind, outbox: UsageOutbox, clock: Clock) -> None:
+    def __init__(
+        self,
+        kind: DeviceKind,
+        outbox: UsageOutbox,
+        clock: Clock,
+        *,
+        residents: Callable[[], tuple[Residence, ...]] = tuple,
+    ) -> None:
+        """``residents`` returns what is loaded now: an interval's idle time is charged to what is loaded at
+        its end."""
+        self._residents = residents
         self._kind = kind
         self._outbox = outbox
         self._clock = clock
@@ -306,6 +316,7 @@ class DeviceTime:
                 ended_unix_s,
                 busy_s=busy_s,
                 attributed_s=attributed_s,
+                residents=self._residents(),
             )
         )
 

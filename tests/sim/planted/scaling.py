@@ -10,6 +10,7 @@ from fairway.v1 import inference_pb2
 from services.controlplane.fleet import Fleet
 from services.controlplane.scaling.controller import ScalingController
 from services.controlplane.scaling.nodes import NodeController
+from services.controlplane.scaling.policy.residency import Resident
 from services.core.estimates.pool_load import PoolLoad
 from services.core.records import ASSIGNMENTS, NODE_ORDERS, Assignment, Deployment, dump
 from services.core.scaling import Scaled
@@ -92,10 +93,11 @@ class _TooMany(ScalingController):
         fleet: Fleet,
         loads: Mapping[str, PoolLoad] | None,
         epoch: int,
-    ) -> Scaled:
-        found = super()._decide(deployment, view, fleet, loads, epoch)
+    ) -> tuple[Scaled, Resident | None]:
+        found, resident = super()._decide(deployment, view, fleet, loads, epoch)
         assert deployment.scaling is not None
-        return replace(found, replicas=found.replicas + (found.replicas == deployment.scaling.max_replicas))
+        more = found.replicas == deployment.scaling.max_replicas
+        return replace(found, replicas=found.replicas + more), resident
 
 
 class _TooFew(ScalingController):
@@ -106,14 +108,13 @@ class _TooFew(ScalingController):
         fleet: Fleet,
         loads: Mapping[str, PoolLoad] | None,
         epoch: int,
-    ) -> Scaled:
-        found = super()._decide(deployment, view, fleet, loads, epoch)
+    ) -> tuple[Scaled, Resident | None]:
+        found, resident = super()._decide(deployment, view, fleet, loads, epoch)
         grown = self.__dict__.setdefault("grown", found.replicas > 2) or found.replicas > 2
         self.__dict__["grown"] = grown
         assert deployment.scaling is not None
-        return replace(
-            found, replicas=found.replicas - (grown and found.replicas == deployment.scaling.min_replicas)
-        )
+        fewer = grown and found.replicas == deployment.scaling.min_replicas
+        return replace(found, replicas=found.replicas - fewer), resident
 
 
 class _Emptying(SignedStore):

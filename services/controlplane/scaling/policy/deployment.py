@@ -1,8 +1,8 @@
 """The decision of one deployment: the scaler's, within its bounds, and its starts from zero.
 
 A start from zero that does not become READY within ``Scaled.hold_s``, or whose every replica failed for good,
-ends at zero again, and the next is made after a time that doubles with each failure. Pure: times are
-arguments.
+ends at zero again, and the next is made after a time that doubles with each failure. One that another
+deployment displaced while it was idle ends at zero too. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from services.controlplane.scaling.policy.residency import Resident, Visits, stay_s
 from services.controlplane.scaling.policy.scaler import (
     PoolScaler,
     ReplicaBounds,
@@ -19,6 +20,7 @@ from services.controlplane.scaling.policy.scaler import (
     ScalerTuning,
     Supply,
 )
+from services.core.errors import DoesNotFit
 from services.core.estimates.pool_load import PoolLoad
 from services.core.records import Deployment, LoadedVersion, VersionState, Worker
 from services.core.scaling import IDLE_S, START_S, Reason, Scaled, Scaling
@@ -47,6 +49,7 @@ class Situation:
     now_s: float
     replica_cost: float = 0.0  # the most that a node costs per hour that may run it; 0: unknown
     in_rollout: bool = False
+    leaving: str = ""  # why it leaves a full pool now, while it is idle; empty: it does not
 
     @property
     def before(self) -> Scaled:
@@ -70,7 +73,8 @@ class StartTimes:
             began_s = known.get(key, now_s) if known is not None else None
             if loaded is not None and loaded.state in _SERVES:
                 if known is not None and key in known and began_s is not None:
-                    self.mean_s += _LEARN_RATIO * (now_s - began_s - self.mean_s)
+                    ratio = 1.0 if self.mean_s == START_S else _LEARN_RATIO  # the default is no observation
+                    self.mean_s += ratio * (now_s - began_s - self.mean_s)
                 continue
             self._began_s[key] = began_s
             waited_s = 0.0 if began_s is None else now_s - began_s
@@ -101,6 +105,7 @@ class DeploymentScaler:
     reasons: tuple[Reason, ...] = ()  # those of the last decision, changed or not
     load: PoolLoad | None = None  # as last reported
     load_unix_s: float = 0.0
+    visits: Visits = field(default_factory=Visits)
     _scaler: PoolScaler | None = None
     _rate: float | None = None
     _woken_s: float | None = None  # when the present start from zero began
@@ -125,7 +130,9 @@ class DeploymentScaler:
             if before.replicas and before.reasons and before.reasons[0].signal == "held":
                 self._woken_s = now.now_s
         if now.load is not None:
-            self._observe(now.load, now)
+            self.load, self.load_unix_s = now.load, now.unix_s
+            self._rate = now.load.rate or self._rate
+            self.visits.note(now.load, now.now_s, apart_s=stay_s(self.starts.mean_s))
         supply = self.starts.supply(now.replicas, before.replicas, now.now_s)
         bounds = _bounds(scaling, now)
         calm = before
@@ -136,9 +143,14 @@ class DeploymentScaler:
             after = self._given_up(before, failure, now.unix_s)
         elif free and not before.replicas and now.unix_s < before.retry_unix_s:
             self.reasons, after = (_waits(before, now.unix_s),), before
+        elif free and self._displaced(now):
+            self.reasons = (Reason("displaced", 0, now.leaving),)
+            after = replace(calm, replicas=0)
         else:
             found = self._decision(now, supply, bounds)
-            if found.replicas and not before.replicas and bounds.pinned is None:
+            if free and not before.replicas and not (now.load and now.load.held):
+                found = ReplicaDecision(0, (_IDLE,))  # what earlier requests needed starts nothing
+            if found.replicas and not now.replicas and bounds.pinned is None and self._woken_s is None:
                 self._woken_s = now.now_s
             self.reasons = found.reasons or (_IDLE,)
             after = replace(calm, replicas=found.replicas)
@@ -153,9 +165,35 @@ class DeploymentScaler:
             rate=self._rate or 0.0,
         )
 
-    def _observe(self, load: PoolLoad, now: Situation) -> None:
-        self.load, self.load_unix_s = load, now.unix_s
-        self._rate = load.rate or self._rate
+    def _displaced(self, now: Situation) -> bool:
+        """Whether it left its last worker while it was idle, and no request has come since."""
+        idle = now.load is not None and self.visits.active_s < now.now_s
+        return bool(now.leaving) and not now.replicas and idle
+
+    def resident(self, now: Situation, wanted: int) -> Resident | None:
+        """Return its claim on the memory of workers after a decision, if it may be at zero and is not.
+
+        It yields where its replicas all serve its present version, or have left, and no operator holds it.
+        """
+        scaling, name = now.deployment.scaling, now.deployment.meta.name
+        if scaling is None or scaling.min_replicas or not wanted:
+            return None
+        idle_s, load_s = now.now_s - self.visits.active_s, self.starts.mean_s
+        held = scaling.frozen or scaling.pinned(now.unix_s) is not None or now.in_rollout
+        serves = all(
+            digest == now.deployment.version_digest and one is not None and one.state is VersionState.READY
+            for (_, digest), one in now.replicas.items()
+        )
+        rests = self._woken_s is None and now.load is not None and idle_s >= stay_s(load_s)
+        return Resident(
+            name,
+            now.deployment.owner,
+            sum(one.granted_bytes for one in now.replicas.values() if one is not None),
+            load_s,
+            self.visits.hazard,
+            idle_s,
+            yields=rests and serves and not held,
+        )
 
     def _decision(self, now: Situation, supply: Supply, bounds: ReplicaBounds) -> ReplicaDecision:
         assert self._scaler is not None
@@ -180,7 +218,8 @@ class DeploymentScaler:
         reported = [one for one in now.replicas.values() if one is not None]
         failed = [one for one in reported if one.state is VersionState.FAILED]
         why = f"{failed[0].reason} {failed[0].message}".strip() if failed else ""
-        if failed and len(failed) == len(now.replicas) and not any(one.retry_unix_s for one in failed):
+        final = [one for one in failed if not one.retry_unix_s and one.reason != DoesNotFit.reason]
+        if failed and len(final) == len(now.replicas):  # what does not fit loads once idle ones have left
             return why
         limit_s = Scaled("", 0, start_s=self.starts.mean_s).hold_s
         if self._woken_s is None or now.now_s - self._woken_s < limit_s:

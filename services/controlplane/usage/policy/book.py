@@ -138,7 +138,13 @@ class LedgerBook:
                 hour = int(event.ended_unix_s // HOUR_S)
                 idle_s = max(0.0, event.ended_unix_s - event.began_unix_s - event.busy_s)
                 rest_s = max(0.0, event.busy_s - event.attributed_s)
-                post(Line(hour, source=Source.IDLE), Amounts.of_device(idle_s, event.cost_per_hour))
+                unused_s = idle_s
+                for one in event.residents:
+                    labels = (("owner", one.owner),) if one.owner else ()
+                    line = Line(hour, model=one.deployment, labels=labels, source=Source.IDLE)
+                    post(line, Amounts.of_device(idle_s * one.memory_ratio, event.cost_per_hour))
+                    unused_s -= idle_s * one.memory_ratio
+                post(Line(hour, source=Source.IDLE), Amounts.of_device(unused_s, event.cost_per_hour))
                 post(Line(hour, source=Source.UNATTRIBUTED), Amounts.of_device(rest_s, event.cost_per_hour))
 
 

@@ -152,6 +152,14 @@ def _mib(size_bytes: int) -> int:
     return math.ceil(size_bytes / MIB)
 
 
+def import_engine() -> None:
+    """Import what an engine on torch needs, without a configuration."""
+    from services.adapters import grammars
+    from services.worker.engine.load import torch_loading
+
+    del grammars, torch_loading
+
+
 def load(
     config: EngineConfig, report: Report, *, around: Callable[[Executor], Executor] | None = None
 ) -> tuple[Engine, Ready]:

@@ -239,3 +239,77 @@ def test_the_load_of_two_versions_is_one() -> None:
         ClassLoad(Priority.STANDARD, 4.0, 6.0, 60.0),
         ClassLoad(Priority.BATCH, arrived=7.0),
     }
+
+
+def test_an_idle_one_that_left_a_full_pool_is_at_zero_until_a_request() -> None:
+    plane = Plane(Scaling(0, 1, idle_s=600.0), replicas=0)
+    plane.decide(HELD)
+    plane.ready(1)
+    plane.decide(IDLE, 10)
+    plane.more["leaving"] = "its memory was needed"
+    assert plane.decide(IDLE).replicas == 1, "it is only the next to leave, and still has its worker"
+    plane.fleet = {}
+    assert (plane.decide(IDLE).replicas, plane.signal) == (0, "displaced")
+    plane.more.clear()
+    assert plane.decide(IDLE, 5).replicas == 0, "what it needed a minute ago starts nothing"
+    assert (plane.decide(HELD).replicas, plane.signal) == (1, "held")
+
+
+def test_a_request_that_comes_when_it_leaves_keeps_it_and_its_start_can_fail() -> None:
+    plane = Plane(Scaling(0, 1, idle_s=600.0), replicas=0)
+    plane.decide(HELD)
+    plane.ready(1)
+    plane.decide(IDLE, 10)
+    plane.more["leaving"], plane.fleet = "its memory was needed", {}
+    assert plane.decide(HELD).replicas == 1
+    found = plane.decide(HELD, 200)
+    assert (found.replicas, found.failed_wakes) == (0, 1), "it is not woken again and again"
+
+
+def resident(plane: Plane) -> Any:
+    decided = plane.decided
+    assert decided is not None
+    now = Situation(plane.deployment, decided, plane.fleet, IDLE, 7, plane.now_s, plane.now_s, **plane.more)
+    return plane.scaler.resident(now, decided.replicas)
+
+
+def test_it_yields_only_while_idle_ready_and_free() -> None:
+    plane = Plane(Scaling(0, 2, idle_s=600.0), replicas=0)
+    plane.decide(IDLE)
+    assert resident(plane) is None, "it holds nothing at zero"
+    plane.decide(HELD)
+    assert not resident(plane).yields, "it starts"
+    plane.ready(1)
+    plane.decide(IDLE)
+    assert not resident(plane).yields, "it was just loaded"
+    plane.decide(IDLE, 130)
+    assert resident(plane).yields
+    plane.more["in_rollout"] = True
+    assert not resident(plane).yields
+    plane.more.clear()
+    plane.fleet[("w1", DIGEST)] = loaded(VersionState.LOADING)
+    assert not resident(plane).yields
+    plane.ready(1)
+    plane.bounds(frozen=True)
+    assert not resident(plane).yields
+    plane.bounds(frozen=False, min_replicas=1)
+    assert resident(plane) is None
+
+
+def test_the_first_observed_start_replaces_the_default() -> None:
+    plane = Plane(Scaling(0, 1), replicas=0)
+    plane.decide(HELD)
+    plane.fleet = {("w0", DIGEST): None}
+    plane.decide(HELD, 3)
+    plane.ready(1)
+    plane.decide(HELD)
+    assert plane.scaler.starts.mean_s == pytest.approx(3.0)
+
+
+def test_what_does_not_fit_yet_is_no_failed_start() -> None:
+    """Idle deployments leave for it, and the worker loads it then."""
+    plane = Plane(Scaling(0, 1), replicas=0)
+    plane.decide(HELD)
+    plane.fleet = {("w0", DIGEST): loaded(VersionState.FAILED, reason="DOES_NOT_FIT")}
+    assert plane.decide(HELD, 20).replicas == 1
+    assert plane.decide(HELD, 200).failed_wakes == 1, "but not for ever"

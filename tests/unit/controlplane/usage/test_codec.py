@@ -15,7 +15,7 @@ from services.controlplane.usage.codec import (
 from services.controlplane.usage.policy.book import Charge, LedgerBook, Segment, SourceEvents
 from services.controlplane.usage.policy.lines import Source
 from services.core.generation import Usage
-from services.core.usage import DeviceInterval
+from services.core.usage import DeviceInterval, Residence, implausible
 from tests.support.usage_ledgers import HOUR, UNIX_S, request_usage, sequence_use
 
 REQUEST = replace(request_usage("r1"), user="ann", labels={"b": "2", "a": "1"})
@@ -70,3 +70,26 @@ def test_sealing_leaves_later_segments_out() -> None:
     assert sealed.last_of("gateway") == 1
     assert "r9" not in sealed.requests.settled
     assert sum(amounts.requests for amounts in book.sums.hours[HOUR].values()) == 1
+
+
+def test_idle_time_is_booked_to_what_is_loaded_by_its_memory_and_owner() -> None:
+    residents = (Residence("a", "legal", 0.5), Residence("b", "", 0.25))
+    event = DeviceInterval("w1", "cpu", 3.6, UNIX_S - 60, UNIX_S, 20.0, 20.0, residents)
+    segment = Segment(1, "w", UNIX_S, (SourceEvents("worker", 1, (event,)),))
+    assert segment_from_bytes(segment_to_bytes(segment), 1).value == segment
+    added = LedgerBook().apply(segment)
+    found = {
+        (line.model, line.labels): amounts.device_us
+        for line, amounts in added.items()
+        if line.source is Source.IDLE
+    }
+    assert found == {
+        ("a", (("owner", "legal"),)): 20_000_000,
+        ("b", ()): 10_000_000,
+        ("", ()): 10_000_000,
+    }
+    assert implausible(event) is None
+    assert implausible(replace(event, residents=(*residents, Residence("c", "", 0.5)))) == (
+        "residents",
+        "have 1.25 of the device's memory",
+    )

@@ -6,7 +6,7 @@ import os
 
 from structlog.testing import capture_logs
 
-from services.worker.slots.engine_process import LogPipe
+from services.worker.slots.log_pipe import LogPipe
 
 
 async def test_error_output_is_found_among_the_events_of_sequences() -> None:
