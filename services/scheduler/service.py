@@ -120,7 +120,7 @@ class SchedulerService:
     def loads(self, *, size: int, token: str) -> tuple[int, tuple[PoolQueue, ...], str]:
         """Return as ``pools``, with the load of each alone. It costs nothing for each queued placement."""
         term = self._leading()
-        found = list(loads_of(term.fleet, term.overload, term.slots))
+        found = list(loads_of(term.fleet, term.overload, term.slots, self._clock.monotonic_s()))
         page, following = page_of(found, lambda pool: pool.version_digest, size=size, token=token)
         return term.epoch, tuple(page), following
 

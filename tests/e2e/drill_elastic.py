@@ -133,6 +133,8 @@ def is_at_zero(found: cp.Deployment) -> bool:
 async def run(stack: Stack) -> Drill:
     async with admin_of(stack) as admin, grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
         await admin.deployments.delete(stack.model)  # it has the same version, and so the same pool
+        while any(node.versions for node in await admin.nodes.list()):
+            await asyncio.sleep(0.2)
         await admin.deployments.create(
             cp.Deployment(
                 metadata=cp.Metadata(name=NAME),

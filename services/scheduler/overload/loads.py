@@ -2,7 +2,7 @@
 
 Work is in prompt and output tokens; of a fixed-cost version in rows. The rate of a replica comes from its
 fitted step times and the mix of the requests that ended lately (``core.estimates.capacity``), because what an
-idle replica computes shows only what it was asked for. Before the fit, the rate measured while work waits.
+idle replica computes shows only what it was asked for. Without a fit, the rate measured while work waits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from services.scheduler.policy.placement.candidate import Candidate
 from services.scheduler.slots.pools import SlotPools, row_workers
 
 
-def loads_of(fleet: FleetView, overload: Overload, slots: SlotPools) -> Iterator[PoolQueue]:
+def loads_of(fleet: FleetView, overload: Overload, slots: SlotPools, now_s: float) -> Iterator[PoolQueue]:
     """Yield every pool with a worker, a queue or a demand, by digest, with its load alone."""
     for digest in sorted({*fleet.versions, *overload.versions, *slots.versions}):
         candidates = fleet.candidates(digest)
         serving = {name: one for name, one in candidates.items() if one.serving}
         rows = slots.rows_by_class(digest)
-        work = overload.work(digest)
+        work = overload.work(digest, now_s)
         if rows or any(fleet.pool_of(name, digest).row_slots for name in candidates):
             load = _of_rows(fleet, digest, work, rows, serving=bool(serving))
         else:

@@ -7,6 +7,7 @@ argument, in monotonic seconds.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from services.scheduler.policy.overload.shedding import (
 from services.scheduler.queue.waiting import UNSETTLED, QueuedPlacement, Unsettled
 
 MAX_PRESSURES: Final = 1024  # pools in one frame to a gateway
+_SATURATED_S: Final = 20.0  # time of waiting work after which the measured rate is what the workers can do
 _MIX_REQUESTS: Final = 128  # requests that ended last, of which a pool's mix is made
 
 Victim = tuple[QueuedPlacement, FairwayError]
@@ -82,7 +84,8 @@ class PoolWork:
     waiting: dict[Priority, float] = field(default_factory=dict)
     targets: dict[Priority, float] = field(default_factory=dict)  # those of the last arrivals
     queued: int = 0
-    measured_rate: float | None = None  # tokens per second of one worker while work waits
+    waits_since_s: float = math.inf  # since when a placement has waited
+    measured_rate: float | None = None  # tokens per second of one worker, while work has waited for long
     # Prompt, cached and output tokens of requests that ended, and their mean output.
     ended: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MIX_REQUESTS))
     mean_output_tokens: float | None = None
@@ -204,6 +207,8 @@ class Overload:
         pool.work.arrive(item.spec, work, self._target_s(item.spec))
         pool.work.waiting[item.priority] = pool.work.waiting.get(item.priority, 0.0) + work
         self._waits[item.number] = waits
+        if not len(pool.order):
+            pool.work.waits_since_s = now_s
         pool.order.add(waits)
         mine = pool.of_tenant.get(item.tenant)
         if mine is None:
@@ -228,6 +233,7 @@ class Overload:
         pool.work.waiting[item.priority] -= waits.work
         if not len(pool.order):
             pool.work.waiting.clear()  # what rounding left
+            pool.work.waits_since_s = math.inf
         tokens, target_s = item.demand.reserved_tokens, self._target_s(item.spec)
         pool.backlog.remove(item.priority, item.tenant, tokens, target_s)
         if not pool.backlog.holds(item.tenant):
@@ -317,13 +323,14 @@ class Overload:
         found_s = self.policy.min_retry_after_s if found_s is None else min(MAX_WAIT_S, found_s)
         return victim.item, self._error_of(victim, victim.item.priority, found_s, 0.0)
 
-    def work(self, digest: str) -> PoolWork:
+    def work(self, digest: str, now_s: float) -> PoolWork:
         """Return the work of a pool as of now. Read only."""
         pool = self._pools.get(digest)
         if pool is None:
             return PoolWork(self.policy.targets.of)
         pool.work.queued = len(pool.order)
-        pool.work.measured_rate = pool.rate.tokens_per_s(1) if len(pool.order) else None
+        saturated = now_s - pool.work.waits_since_s >= _SATURATED_S
+        pool.work.measured_rate = pool.rate.tokens_per_s(1) if saturated else None
         return pool.work
 
     def wait_s(self, digest: str, priority: Priority, now_s: float) -> float | None:

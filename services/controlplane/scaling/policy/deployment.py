@@ -104,6 +104,8 @@ class DeploymentScaler:
     _scaler: PoolScaler | None = None
     _rate: float | None = None
     _woken_s: float | None = None  # when the present start from zero began
+    _arrived: float = 0.0  # work that had arrived at the last report
+    _active_s: float = -math.inf  # when a request last arrived or waited
 
     def decide(self, now: Situation) -> Scaled:
         """Return the decision that holds from now on: the present one, unless it changes."""
@@ -115,14 +117,13 @@ class DeploymentScaler:
             if before.replicas and before.reasons and before.reasons[0].signal == "held":
                 self._woken_s = now.now_s
         if now.load is not None:
-            self.load, self.load_unix_s = now.load, now.unix_s
-            self._rate = now.load.rate or self._rate
+            self._observe(now.load, now)
         supply = self.starts.supply(now.replicas, before.replicas, now.now_s)
-        bounds = _bounds(scaling, now)
+        bounds = _bounds(scaling, now, active_s=self._active_s)
         calm = before
         if supply.ready:
             self._woken_s, calm = None, replace(before, failed_wakes=0, retry_unix_s=0.0, failure="")
-        free = bounds.pinned is None and not bounds.frozen and not bounds.least
+        free = bounds.pinned is None and not bounds.frozen and not scaling.min_replicas
         if free and self._woken_s is not None and (failure := self._failure(now)):
             after = self._given_up(before, failure, now.unix_s)
         elif free and not before.replicas and now.unix_s < before.retry_unix_s:
@@ -143,6 +144,14 @@ class DeploymentScaler:
             start_s=self.starts.mean_s,
             rate=self._rate or 0.0,
         )
+
+    def _observe(self, load: PoolLoad, now: Situation) -> None:
+        self.load, self.load_unix_s = load, now.unix_s
+        self._rate = load.rate or self._rate
+        arrived = sum(one.arrived for one in load.classes)
+        if arrived > self._arrived or load.held or any(one.waiting for one in load.classes):
+            self._active_s = now.now_s
+        self._arrived = arrived
 
     def _decision(self, now: Situation, supply: Supply, bounds: ReplicaBounds) -> ReplicaDecision:
         assert self._scaler is not None
@@ -185,8 +194,10 @@ class DeploymentScaler:
         return after
 
 
-def _bounds(scaling: Scaling, now: Situation) -> ReplicaBounds:
-    """Return the bounds of this moment. A minimum holds whatever its nodes cost now."""
+def _bounds(scaling: Scaling, now: Situation, *, active_s: float) -> ReplicaBounds:
+    """Return the bounds of this moment. A minimum holds whatever its nodes cost now, and the last replica
+    stays for the idle time after a request that arrived at ``active_s``.
+    """
     least, most = scaling.min_replicas, scaling.max_replicas
     if scaling.max_cost_per_hour and now.replica_cost:
         affordable = math.floor(scaling.max_cost_per_hour / now.replica_cost + 1e-9)
@@ -194,6 +205,8 @@ def _bounds(scaling: Scaling, now: Situation) -> ReplicaBounds:
     if now.in_rollout:
         least = max(least, min(now.before.replicas, most))  # the candidates' numbers follow from it
     idle_s = math.inf if scaling.min_replicas else scaling.idle_s or IDLE_S
+    if now.before.replicas and now.now_s - active_s < idle_s:
+        least = max(1, least)
     if not now.before.replicas:
         idle_s = 0.0  # what is at zero stays there: a new leader has not seen when its last request was
     return ReplicaBounds(

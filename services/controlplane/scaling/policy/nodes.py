@@ -9,7 +9,7 @@ is drained, and released once it is empty. It stays if it is needed again before
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -73,7 +73,7 @@ def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
             after[one.order_id] = replace(one, state=OrderState.RUNNING)
             left -= 1
     present = sum(not one.ended for one in after.values())
-    if left > 0 and present < limits.most and now.unix_s >= _next_unix_s(now.orders):
+    if left > 0 and present < limits.most and now.unix_s >= _next_unix_s(after.values()):
         need = max(now.needs, key=lambda one: one.missing)
         after[new_id] = NodeOrder(new_id, now.unix_s, need.node_type, need.zone, reason=need.deployment)
     elif not needed:
@@ -120,7 +120,7 @@ def _followed(
     return order
 
 
-def _next_unix_s(orders: Sequence[NodeOrder]) -> float:
+def _next_unix_s(orders: Iterable[NodeOrder]) -> float:
     """Return when the next order may be made: after failures in a row, later each time."""
     failures, last_s = 0, 0.0
     for one in sorted(orders, key=lambda one: -one.ordered_unix_s):

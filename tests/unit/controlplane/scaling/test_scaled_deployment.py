@@ -76,6 +76,15 @@ def test_a_held_request_starts_the_first_replica_and_idleness_removes_the_last()
     assert plane.signal == "idle"
 
 
+def test_requests_keep_the_last_replica_before_any_rate_is_measured() -> None:
+    plane = Plane(Scaling(0, 3, idle_s=20.0), decided=Scaled("chat", 1))
+    plane.ready(1)
+    for arrived in range(0, 2000, 10):
+        load = PoolLoad((ClassLoad(Priority.STANDARD, 10.0, 0.0, float(arrived)),))
+        assert plane.decide(load).replicas == 1, "requests arrive, though none waits when it is reported"
+    assert plane.decide(IDLE, 70).replicas == 0
+
+
 def test_without_a_report_only_operators_change_the_replicas() -> None:
     plane = Plane(Scaling(0, 5, idle_s=10.0), replicas=3)
     plane.ready(3)

@@ -18,7 +18,8 @@ from tests.unit.scheduler.plant import Plant
 
 def load_of(plant: Plant, digest: str = DIGEST) -> PoolLoad:
     found = {
-        one.version_digest: one for one in loads_of(plant.term.fleet, plant.term.overload, plant.term.slots)
+        one.version_digest: one
+        for one in loads_of(plant.term.fleet, plant.term.overload, plant.term.slots, plant.now_s)
     }
     load = found[digest].load
     assert load is not None
@@ -74,7 +75,7 @@ def test_requests_are_held_while_no_worker_serves() -> None:
 
 def load_of_nothing(plant: Plant) -> bool:
     """Return whether no pool is reported: the held requests timed out."""
-    found = list(loads_of(plant.term.fleet, plant.term.overload, plant.term.slots))
+    found = list(loads_of(plant.term.fleet, plant.term.overload, plant.term.slots, plant.now_s))
     return all(one.load is not None and not one.load.held for one in found)
 
 
