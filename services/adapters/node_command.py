@@ -56,8 +56,9 @@ class CommandNodes:
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         await self._call({"call": "order", "order": order_id, "type": node_type, "zone": zone})
 
-    async def release(self, node: str) -> None:
+    async def release(self, node: str) -> bool:
         await self._call({"call": "release", "node": node})
+        return True
 
     async def _call(self, request: dict[str, str]) -> bytes:
         """Return what the command wrote. Its process has ended then, whatever happened."""

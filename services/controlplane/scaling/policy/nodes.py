@@ -61,7 +61,7 @@ class NodePlan:
 
 def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     """Return what changes. ``new_id`` is the id of the order that may be made: one in a round."""
-    listed = {one.order_id: one.node for one in now.provided}
+    listed = {one.order_id: one for one in now.provided}
     after = {one.order_id: _followed(one, listed, now, limits) for one in now.orders}
     needed = max((one.missing for one in now.needs), default=0)
     open_ = [one for one in after.values() if one.state is OrderState.ORDERED]
@@ -92,7 +92,7 @@ def plan_nodes(now: NodeSituation, limits: NodeLimits, new_id: str) -> NodePlan:
     )
 
 
-def _is_over(order: NodeOrder, listed: Mapping[str, str], now: NodeSituation) -> bool:
+def _is_over(order: NodeOrder, listed: Mapping[str, ProvidedNode], now: NodeSituation) -> bool:
     """Whether the provider is to take the order's node back."""
     if order.state is OrderState.FAILED:
         return order.order_id in listed
@@ -102,15 +102,22 @@ def _is_over(order: NodeOrder, listed: Mapping[str, str], now: NodeSituation) ->
 
 
 def _followed(
-    order: NodeOrder, listed: Mapping[str, str], now: NodeSituation, limits: NodeLimits
+    order: NodeOrder, listed: Mapping[str, ProvidedNode], now: NodeSituation, limits: NodeLimits
 ) -> NodeOrder:
     """Return the order as it is now, from what the provider lists and which workers live."""
-    node = listed.get(order.order_id, order.node)
+    provided = listed.get(order.order_id)
+    node = order.node if provided is None else provided.node
+    if order.state is OrderState.LEAVING:
+        return replace(order, node=node)
+    if order.state is OrderState.RUNNING and node != order.node and order.node not in now.live:
+        return replace(order, node=node, state=OrderState.ORDERED, ordered_unix_s=now.unix_s)  # replaced
     if order.state is OrderState.ORDERED:
-        if node in now.live and order.order_id in listed:
+        if node in now.live and provided is not None:
             return replace(order, node=node, state=OrderState.RUNNING)
         if now.unix_s - order.ordered_unix_s >= limits.order_s:
             where = f"its node {node} did not register" if node else "the provider lists no node for it"
+            if provided is not None and provided.problem:
+                where += f" ({provided.problem})"
             reason = f"no node within {limits.order_s:g} s: {where}"
             return replace(order, node=node, state=OrderState.FAILED, ended_unix_s=now.unix_s, reason=reason)
         return replace(order, node=node)
