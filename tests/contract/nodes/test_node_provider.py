@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from services.adapters.node_command import CommandNodes
+from services.adapters.node_workloads import KubernetesNodes
 from services.core.errors import Unavailable
 from services.ports.nodes import NodeProvider
+from tests.support.kubernetes import SPACE, Cluster, serving
 from tests.support.nodes import MemoryNodes, write_script
 
 TWICE = """print('{"nodes": [{"order": "a", "node": "n"}, {"order": "b", "node": "n"}]}')"""
@@ -21,9 +24,21 @@ def command(folder: Path, text: str | None = None, *, timeout_s: float = 20.0) -
     return CommandNodes([sys.executable, str(script)], timeout_s=timeout_s)
 
 
-@pytest.fixture(params=["memory", "command"])
-def provider(request: pytest.FixtureRequest, tmp_path: Path) -> NodeProvider:
-    return MemoryNodes() if request.param == "memory" else command(tmp_path)
+async def at_once(seconds: float) -> None:
+    assert seconds > 0.0
+
+
+@pytest.fixture(params=["memory", "command", "deployments", "statefulsets"])
+async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[NodeProvider]:
+    if request.param == "memory":
+        yield MemoryNodes()
+    elif request.param == "command":
+        yield command(tmp_path)
+    else:
+        cluster = Cluster()
+        cluster.add(request.param, "gpu", node_type="gpu", zone="zone-1")
+        async with serving(cluster) as api:
+            yield KubernetesNodes(api, SPACE, at_once)
 
 
 async def test_an_order_starts_one_node_however_often_it_is_placed(provider: NodeProvider) -> None:
@@ -40,8 +55,8 @@ async def test_an_order_starts_one_node_however_often_it_is_placed(provider: Nod
 async def test_a_node_is_released_once_and_again(provider: NodeProvider) -> None:
     await provider.order("a", "", "")
     (node,) = await provider.list()
-    await provider.release(node.node)
-    await provider.release(node.node)
+    assert await provider.release(node.node)
+    assert await provider.release(node.node)
     assert await provider.list() == ()
 
 
