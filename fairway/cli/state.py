@@ -94,6 +94,11 @@ class StateDir:
         return f"unix://{self.sockets}/redis?db=0"
 
     @property
+    def nodes(self) -> Path:
+        """Socket on which the supervisor starts and stops the workers that control planes order."""
+        return self.sockets / "nodes"
+
+    @property
     def control(self) -> Path:
         """Socket of the supervisor of the running installation."""
         return self.sockets / "control"

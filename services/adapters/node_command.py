@@ -22,6 +22,7 @@ from services.ports.nodes import ProvidedNode
 MAX_OUTPUT_BYTES: Final = 256 * 1024
 MAX_NAME_CHARS: Final = 128
 _RETRY_S: Final = 10.0
+_END_S: Final = 5.0
 
 
 class _Node(msgspec.Struct, frozen=True):
@@ -82,10 +83,7 @@ class CommandNodes:
         except ValueError as error:
             raise self._failed(call, str(error)) from None
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            await _end(process)
         if code:
             lines = errors.decode("utf-8", "replace").strip().splitlines()
             raise self._failed(call, lines[-1][:256] if lines else f"it ended with code {code}")
@@ -95,11 +93,23 @@ class CommandNodes:
         return Unavailable(f"the node command failed to {call}: {why}", retry_after_s=_RETRY_S)
 
 
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the process if it runs. Its unread output is read, because its end is observed only after that."""
+    if process.returncode is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    with contextlib.suppress(TimeoutError):  # its own children may hold its output open
+        async with asyncio.timeout(_END_S):
+            await process.communicate()
+
+
 async def _read(stream: asyncio.StreamReader) -> bytes:
-    """Return everything. Raises ValueError beyond the bound."""
-    found = b""
+    """Return everything until its end. Raises ValueError then if it was more than the bound."""
+    found, size = b"", 0
     while part := await stream.read(65536):
-        found += part
-        if len(found) > MAX_OUTPUT_BYTES:
-            raise ValueError(f"it wrote more than {MAX_OUTPUT_BYTES} bytes")
+        size += len(part)
+        found = (found + part)[: MAX_OUTPUT_BYTES + 1]
+    if size > MAX_OUTPUT_BYTES:
+        raise ValueError(f"it wrote more than {MAX_OUTPUT_BYTES} bytes")
     return found

@@ -51,7 +51,7 @@ class PoolQueue:
     pressure_ratio: float = 0.0
     counters: tuple[TenantCounter, ...] = ()  # service of tenants, the largest first
     waits: tuple[ClassWait, ...] = ()  # waits of the classes with waiting placements, the highest class first
-    load: PoolLoad | None = None  # what it is asked to do; None: not read
+    load: PoolLoad | None = None  # the demand on it; None: not read
 
 
 QUEUED = "QUEUED"

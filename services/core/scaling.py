@@ -32,7 +32,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A signal or bound, the replicas that it asked for, and a sentence with its figures."""
+    """A signal or bound, the replicas that it needs, and a sentence with its figures."""
 
     signal: str
     replicas: int

@@ -1,13 +1,14 @@
 """`make drill-elastic`: replicas follow real load on a live installation. Exits 0 when no request failed.
 
-One deployment goes from zero to one, to three, and back to zero, on three workers. Its engine is the null
+One deployment goes from zero to one, to three, and back to zero replicas; the installation from one to three
+worker processes, which its control plane orders, and back (``--workers 1:3``). The engine is the null
 executor with steps of 50 ms for four sequences, so that a replica has a known capacity of two requests per
 second on any machine. Four phases:
 
 1. wakes: the first request at zero, and again after each return to zero
 2. calm: half a request per second
-3. peak: 4.5 requests per second, which three replicas serve
-4. rest: nothing, until no replica is left
+3. ramp: from 1.5 to 4.5 requests per second, which three replicas serve
+4. rest: nothing, until no replica and no ordered worker is left
 
 ``wake_over_load``: the median of the wakes over the median time from an assignment until READY; what is above
 1 is detection, decision and placement. The last line is ``RESULT {json}``.
@@ -40,14 +41,15 @@ from tests.support.updating import admin_of
 NAME: Final = "elastic"
 TOKENS: Final = 40
 WAKES: Final = 3
-CALM_S, PEAK_S = 20.0, 75.0
-CALM_PER_S, PEAK_PER_S = 0.5, 4.5
+CALM: Final = (0.5, 20.0)  # requests per second, seconds
+RAMP: Final = ((1.5, 20.0), (2.5, 25.0), (3.5, 25.0), (4.5, 75.0))  # a node arrives between the steps
 SETTINGS: Final = {
     "FAIRWAY_NULL_STEP_S": "0.05",
     "FAIRWAY_MAX_SEQUENCES": "4",
     "FAIRWAY_ENGINE_THREADS": "1",
     "FAIRWAY_KV_MEMORY_BYTES": str(24 * 1024**2),
     "FAIRWAY_SCALING_SETTLE_S": "15",
+    "FAIRWAY_NODE_IDLE_S": "10",
 }
 
 
@@ -65,6 +67,7 @@ class Drill:
     wakes_s: list[float] = field(default_factory=list)
     loads_s: list[float] = field(default_factory=list)
     most: int = 0  # READY replicas
+    most_workers: int = 0
 
     async def stream(self) -> float:
         """Run one request and return its time to first token."""
@@ -105,6 +108,7 @@ class Drill:
             status = (await self.admin.deployments.get(NAME)).status
             ready = [one for one in status.replicas if one.state == worker_pb2.VERSION_STATE_READY]
             self.most = max(self.most, len(ready))
+            self.most_workers = max(self.most_workers, len(await self.admin.nodes.list()))
             for one in status.replicas:
                 began_s.setdefault(one.worker_id, time.monotonic())
             for one in ready:
@@ -150,19 +154,28 @@ async def run(stack: Stack) -> Drill:
             await drill.until("to zero", is_at_zero, 60.0)
             drill.wakes_s.append(await drill.stream())
             print(f"wake {number + 1}: {drill.wakes_s[-1]:.1f} s to the first token", flush=True)
-        await drill.arrive(CALM_PER_S, CALM_S)
+        await drill.arrive(*CALM)
         assert drill.most == 1, f"{drill.most} replicas for a quarter of the capacity of one"
-        await drill.arrive(PEAK_PER_S, PEAK_S)
-        print(f"{drill.most} replicas at the peak", flush=True)
+        for per_s, seconds in RAMP:
+            await drill.arrive(per_s, seconds)
+        print(f"{drill.most} replicas at the peak, on {drill.most_workers} workers", flush=True)
         await drill.until("to zero after the peak", is_at_zero, 120.0)
+        began_s = time.monotonic()
+        while len(await admin.nodes.list()) > 1:
+            assert time.monotonic() - began_s < 60.0, "ordered workers are left"
+            await asyncio.sleep(0.5)
+        print(f"to one worker: {time.monotonic() - began_s:.1f} s", flush=True)
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
         return drill
 
 
 def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="fairway-elastic-") as folder,
-        Stack.started(Path(folder) / "state", workers=3, replicas=1, settings=SETTINGS) as stack,
+        Stack.started(
+            Path(folder) / "state", workers=1, replicas=1, settings=SETTINGS, options=("--workers", "1:3")
+        ) as stack,
     ):
         drill = asyncio.run(run(stack))
     for failure in sorted(set(drill.failures)):
@@ -174,9 +187,10 @@ def main() -> int:
         "wake_over_load": round(statistics.median(drill.wakes_s) / statistics.median(drill.loads_s), 2),
         "broken_streams": drill.broken,
         "most_replicas": drill.most,
+        "most_workers": drill.most_workers,
     }
     print("RESULT", json.dumps(result))
-    return 0 if not drill.failures and drill.most == 3 else 1
+    return 0 if not drill.failures and drill.most == drill.most_workers == 3 else 1
 
 
 if __name__ == "__main__":

@@ -133,12 +133,16 @@ SCALING: Final = OptionGroup(
             float | None,
             typer.Option("--max-cost-per-hour", min=0, help="What its nodes may cost together; 0: no bound."),
         ],
+        "fixed": Annotated[bool | None, typer.Option("--fixed", help="No bounds: --replicas holds again.")],
     },
 )
 
 
 def _set_scaling(deployment: cp.Deployment, given: Mapping[str, Any]) -> None:
     """Set the bounds that were given. First bounds include the present number of replicas, and not 0."""
+    if given.get("fixed"):
+        deployment.ClearField("scaling")
+        return
     if given and not deployment.HasField("scaling"):
         least = given.get("min_replicas", 1)
         deployment.scaling.min_replicas = least
@@ -308,9 +312,6 @@ async def update(
     label: LabelOption = None,
     etag: EtagOption = "",
     wait: WaitOption = False,
-    fixed: Annotated[
-        bool, typer.Option("--fixed", help="Without scaling bounds: --replicas holds again.")
-    ] = False,
     output: OutputOption = Format.TABLE,
     *,
     price: Mapping[str, int],
@@ -345,8 +346,6 @@ async def update(
             deployment.tenant = tenant
         _set_price(deployment, price)
         _set_scaling(deployment, scaling)
-        if fixed:
-            deployment.ClearField("scaling")
         replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)

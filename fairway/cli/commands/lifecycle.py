@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from getpass import getuser
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
@@ -43,6 +43,7 @@ from fairway.cli.targets import DEFAULT_STATE_DIR
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.watch import until_drained
 from fairway.client import AdminClient, FairwayError, NotFound
+from fairway.client.admin.watch import wanted_replicas
 from fairway.log_stream import LogStream
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -326,8 +327,8 @@ async def _require_room(admin: AdminClient, leaving: Sequence[str]) -> None:
         for node in nodes
     )
     deployments = await checked(admin.deployments.list(), what="cannot list the deployments")
-    if large := [one for one in deployments if one.replicas > left]:
-        needs = "; ".join(f"{one.metadata.name} has {one.replicas} replicas" for one in large)
+    if large := [one for one in deployments if wanted_replicas(one) > left]:
+        needs = "; ".join(f"{one.metadata.name} has {wanted_replicas(one)} replicas" for one in large)
         scale = " && ".join(f"fairway deployments scale {one.metadata.name} {left}" for one in large)
         raise CliError(
             "TOO_FEW_WORKERS",
@@ -380,6 +381,34 @@ ModelOption = Annotated[
     ),
 ]
 
+
+class WorkerRange(NamedTuple):
+    """``most`` 0: as many as ``least``."""
+
+    least: int
+    most: int = 0
+
+
+def _worker_range(text: str | WorkerRange) -> WorkerRange:
+    """Return the workers of `2` or `1:4`. Raises BadParameter."""
+    if isinstance(text, WorkerRange):
+        return text
+    least, colon, most = str(text).partition(":")
+    try:
+        found = WorkerRange(int(least), int(most) if colon else 0)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number of workers such as 2 or 1:4") from None
+    if not 1 <= found.least <= 64 or (colon and not found.least <= found.most <= 64):
+        raise typer.BadParameter(f"{text!r}: from 1 to 64 workers, the most last")
+    return found
+
+
+WorkersOption = Annotated[
+    WorkerRange,
+    typer.Option(
+        parser=_worker_range, metavar="N|N:M", help="Processes; with N:M, up to M where replicas need them."
+    ),
+]
 _STOP_S: Final = 120.0
 _READER_S: Final = 0.25  # how long to wait for a slow terminal
 _INSECURE: Final = (
@@ -394,7 +423,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="Return once everything is READY.")] = False,
     http_port: PortOption = 0,
     grpc_port: PortOption = 0,
-    workers: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    workers: WorkersOption = "1",  # type: ignore[assignment]  # its parser reads it
     replicas: Annotated[int, typer.Option(min=1, max=64, help="Replicas of the deployed model.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, max=16, help="Number of gateways; all serve.")] = 1,
     schedulers: Annotated[
@@ -424,6 +453,7 @@ def up(
     Examples:
       fairway up
       fairway up --detach --workers 2 --replicas 2
+      fairway up --workers 1:4
       fairway up --model-dir ./llama-3.2-1b --http-port 8000
       fairway up --gateways 2 --schedulers 2 --set worker:FAIRWAY_KV_MEMORY_BYTES=1073741824
       fairway up --host 0.0.0.0
@@ -435,7 +465,8 @@ def up(
         state_dir=str(state.root),
         http_port=http_port,
         grpc_port=grpc_port,
-        workers=workers,
+        workers=workers.least,
+        most_workers=workers.most,
         replicas=replicas,
         model_dir=str(model_dir.expanduser().absolute()) if model_dir else "",
         model=DefaultModel.TINY if model_dir else model or DefaultModel.SMOLLM2,

@@ -38,7 +38,7 @@ from fairway.client import (
     Unauthenticated,
     WaitFailed,
 )
-from fairway.client.admin.watch import describe, ready_replicas, until_any_ready
+from fairway.client.admin.watch import describe, ready_replicas, until_any_ready, wanted_replicas
 from fairway.client.publish.publish import PublishProgress
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
@@ -188,7 +188,7 @@ class Bootstrap:
             await self._until_deployed(admin)
             return True
         self._report_unchanged(found, digest)
-        return bool(found.replicas) and await self._until_any_ready(admin)
+        return bool(wanted_replicas(found)) and await self._until_any_ready(admin)
 
     def _created(self) -> list[str]:
         """Return the deployments that a bootstrap from this state folder created."""
@@ -232,7 +232,7 @@ class Bootstrap:
             step = f"`fairway deployments update {name}` changes it"
             self.progress.event("replicas", "failed", f"{name} does not serve: {exc.message}; {step}")
             return False
-        self.progress.event("replicas", "ready", f"{ready_replicas(found)} of {found.replicas} READY")
+        self.progress.event("replicas", "ready", f"{ready_replicas(found)} of {wanted_replicas(found)} READY")
         return True
 
     def _replica_report(self) -> Callable[[cp.Deployment], None]:

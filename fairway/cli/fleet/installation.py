@@ -6,8 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ from fairway.cli.errors import CliError, ExitCode
 from fairway.cli.fleet.bootstrap import Bootstrap
 from fairway.cli.fleet.control import serve_changes
 from fairway.cli.fleet.fetching import with_model
+from fairway.cli.fleet.nodes import LocalNodes
 from fairway.cli.fleet.options import EVERY_ADDRESS, UpOptions
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
 from fairway.cli.fleet.progress import SharedProgress, StartProgress
@@ -139,6 +140,8 @@ def continued(before: UpOptions, requested: UpOptions, given: Collection[str]) -
         changes |= {"model": requested.model, "model_dir": requested.model_dir}
     if {"no_model", "model", "model_dir"} & set(given):
         changes["deploy"] = requested.deploy
+    if "workers" in given:
+        changes["most_workers"] = requested.most_workers
     found = replace(before, state_dir=requested.state_dir, **changes)
     if "replicas" not in given:
         found = replace(found, replicas=min(before.replicas, found.workers))
@@ -191,6 +194,7 @@ class _Installation:
     progress: SharedProgress
     served: UpOptions  # options with the model that is really served
     api_key: str = ""
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, on_ready: OnReady) -> None:
         """Start, call ``on_ready``, and serve until SIGINT or SIGTERM; a second one ends without a drain."""
@@ -219,6 +223,10 @@ class _Installation:
                 asyncio.create_task(serve_changes(self.state.control, self.progress, self._set_workers))
             )
             tasks.append(asyncio.create_task(self._renew_certificates()))
+            if most := max(0, self.options.most_workers - self.options.workers):
+                path = self.state.data("ordered-workers.json")
+                nodes = LocalNodes(path, most, self._set_ordered, self.progress)
+                tasks.append(asyncio.create_task(nodes.run(self.state.nodes)))
             self.supervisor.mark_ready()
             on_ready(endpoints)
             await stopped
@@ -256,14 +264,23 @@ class _Installation:
 
     async def _set_workers(self, count: int) -> Endpoints:
         """Start workers, or stop the last ones, which are drained. Raises CliError; nothing changes then."""
+        async with self.changing:
+            leaving = Addresses.for_options(self.options, self.ports).worker_names[count:]
+            wanted = replace(
+                self.options,
+                workers=count,
+                replicas=min(self.options.replicas, count),
+                settings=tuple(one for one in self.options.settings if one[0] not in leaving),
+            )
+            return await self._change(wanted)
+
+    async def _set_ordered(self, names: Sequence[str]) -> None:
+        """Start and stop ordered workers until these run. Raises CliError."""
+        async with self.changing:
+            await self._change(replace(self.options, ordered=tuple(names)))
+
+    async def _change(self, wanted: UpOptions) -> Endpoints:
         before = Addresses.for_options(self.options, self.ports)
-        leaving = before.worker_names[count:]
-        wanted = replace(
-            self.options,
-            workers=count,
-            replicas=min(self.options.replicas, count),
-            settings=tuple(one for one in self.options.settings if one[0] not in leaving),
-        )
         names = [name for name in port_names(wanted) if name not in port_names(self.options)]
         ports = choose_ports(names, fixed={}, remembered=load_ports(self.state.ports), preferred={})
         after = Addresses.for_options(wanted, {**self.ports, **ports})
@@ -272,7 +289,7 @@ class _Installation:
             specs = role_specs(self.state, after, self.environ, wanted.settings)
             joining = [spec for spec in specs if spec.name not in before.role_names]
             await self.supervisor.add(joining, after=before.worker_names[-1])
-            await self.supervisor.remove(leaving)
+            await self.supervisor.remove([name for name in before.role_names if name not in after.role_names])
         self.options, self.ports = wanted, dict(after.ports)
         return self._saved()
 

@@ -53,6 +53,8 @@ class UpOptions:
     insecure: bool = False  # whether nothing has TLS
     # FAIRWAY_ variables of the start's environment.
     environment: tuple[tuple[str, str], ...] = ()
+    most_workers: int = 0  # most workers that run with those that are ordered; at most ``workers``: none is
+    ordered: tuple[str, ...] = ()  # names of the ordered workers that run
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -61,7 +63,7 @@ class UpOptions:
     def from_json(cls, text: str) -> UpOptions:
         raw = json.loads(text)
         lists = {name: tuple(map(tuple, raw.get(name, ()))) for name in ("settings", "environment")}
-        return cls(**{**raw, **lists})
+        return cls(**{**raw, **lists, "ordered": ()})
 
     @property
     def is_fetched(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import sys
@@ -58,12 +59,15 @@ class Addresses:
     controlplanes: int = 1
     host: str = LOOPBACK  # address on which the gateways listen; other roles listen on the loopback address
     certs: Path | None = None  # folder of the operator's certificate; None: roles serve without TLS
+    ordered: tuple[str, ...] = ()  # workers beyond ``workers``, as control planes ordered them
+    most_ordered: int = 0
 
     @classmethod
     def for_options(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
         counts = (options.workers, options.gateways, options.schedulers, options.controlplanes)
         certs = None if options.insecure else StateDir.at(Path(options.state_dir)).operator_certs
-        return cls(ports, *counts, options.host, certs)
+        most_ordered = max(0, options.most_workers - options.workers)
+        return cls(ports, *counts, options.host, certs, options.ordered, most_ordered)
 
     def tls_of(self, name: str) -> Path | None:
         """Folder of the certificate for calls of a process; None: it serves without TLS."""
@@ -109,7 +113,8 @@ class Addresses:
     def role_names(self) -> tuple[str, ...]:
         """Every process of a role, in start order."""
         controlplanes, schedulers = self.controlplane_names, self.scheduler_names
-        return ("registry", *controlplanes, *schedulers, *self.worker_names, *self.gateway_names)
+        workers = (*self.worker_names, *self.ordered)
+        return ("registry", *controlplanes, *schedulers, *workers, *self.gateway_names)
 
 
 def worker_names(count: int) -> tuple[str, ...]:
@@ -231,6 +236,10 @@ def role_environment(
         required["FAIRWAY_AUDIT_KEY_FILE"] = str(state.secret("audit_key"))
         defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))
         defaults["FAIRWAY_AUDIT_DIR"] = str(state.data("audit"))
+        if addresses.most_ordered:
+            command = (sys.executable, "-P", "-m", "fairway.cli.fleet.nodes", str(state.nodes))
+            defaults["FAIRWAY_NODE_COMMAND"] = shlex.join(command)
+            defaults["FAIRWAY_NODE_LIMIT"] = str(addresses.most_ordered)
     if role == "worker":
         required["FAIRWAY_WORKER_ID"] = name
         defaults["FAIRWAY_KV_MEMORY_BYTES"] = str(_KV_MEMORY_BYTES)

@@ -87,17 +87,7 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    tuning = ScalerTuning(settle_s=settings.scaling_settle_s)
-    scaling = ScalingController(
-        store,
-        fleet,
-        election,
-        key,
-        clock,
-        loads=queues.loads,
-        tuning=tuning,
-        telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
-    )
+    scaling = _open_scaling(environment, fleet, election, queues)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -107,10 +97,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
-        environment.supervisor.spawn("scaling", scaling.run())
-        if (provider := await _open_nodes(environment)) is not None:
-            nodes = _node_controller(environment, fleet, election, provider)
-            environment.supervisor.spawn("nodes", nodes.run())
+        await _start_nodes(environment, fleet, election)
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
@@ -121,14 +108,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("objective alerts", burning.run())
 
     servicer = ControlPlaneServicer(
-        service,
-        store,
-        queues,
-        usage,
-        sums,
-        _scaling_listing(environment, scaling),
-        audit=reader,
-        require_current=keys.require_current,
+        service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
     )
     server = environment.server(
         RpcService(
@@ -190,7 +170,7 @@ def _open_queues(environment: Environment) -> GrpcQueues:
     return queues
 
 
-async def _open_nodes(environment: Environment) -> NodeProvider | None:
+async def _open_provider(environment: Environment) -> NodeProvider | None:
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
     if argv:
         return CommandNodes(argv, timeout_s=settings.node_command_timeout_s)
@@ -206,14 +186,14 @@ async def _open_nodes(environment: Environment) -> NodeProvider | None:
     return KubernetesNodes(cluster, settings.node_namespace, environment.clock.sleep)
 
 
-def _node_controller(
-    environment: Environment,
-    fleet: Informer[FleetRecord | None],
-    election: Election,
-    provider: NodeProvider,
-) -> NodeController:
-    settings = environment.settings
-    return NodeController(
+async def _start_nodes(
+    environment: Environment, fleet: Informer[FleetRecord | None], election: Election
+) -> None:
+    """Start what orders nodes, if there is a provider of them."""
+    settings, provider = environment.settings, await _open_provider(environment)
+    if provider is None:
+        return
+    nodes = NodeController(
         environment.store,
         fleet,
         election,
@@ -224,9 +204,23 @@ def _node_controller(
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
     )
+    environment.supervisor.spawn("nodes", nodes.run())
 
 
-def _scaling_listing(environment: Environment, controller: ScalingController) -> ScalingListing:
+def _open_scaling(
+    environment: Environment, fleet: Informer[FleetRecord | None], election: Election, queues: GrpcQueues
+) -> ScalingListing:
+    """Return the queries of what is decided about replicas from now on."""
+    controller = ScalingController(
+        environment.store,
+        fleet,
+        election,
+        leader_key("controlplane"),
+        environment.clock,
+        loads=queues.loads,
+        tuning=ScalerTuning(settle_s=environment.settings.scaling_settle_s),
+        telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
+    )
     leader = GrpcScaling(
         open_directory(environment, "controlplane"),
         environment.internal_token,
@@ -234,6 +228,7 @@ def _scaling_listing(environment: Environment, controller: ScalingController) ->
         environment.certificates,
     )
     environment.closing.push_async_callback(leader.close)
+    environment.supervisor.spawn("scaling", controller.run())
     return ScalingListing(environment.store, controller, leader)
 
 

@@ -16,8 +16,8 @@ from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, readable
 from services.controlplane.leading import repeat_while_leading
 from services.controlplane.resources.status import unplaced_in
 from services.controlplane.scaling.policy.nodes import (
-    Need,
     NodeLimits,
+    NodeNeed,
     NodePlan,
     NodeSituation,
     plan_nodes,
@@ -67,7 +67,7 @@ class NodeController:
         self._idle_since_s: dict[str, float] = {}
         self._backoff = Backoff(PERIOD_S, 300.0)
         self._failures, self._next_s = 0, 0.0
-        self._settled_epoch: int | None = None  # epoch in which the provider had nothing to take back
+        self._settled_epoch: int | None = None  # epoch in which the provider had taken everything back
 
     async def run(self) -> None:
         """Make a round every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
@@ -76,7 +76,7 @@ class NodeController:
         )
 
     async def round(self, epoch: int) -> None:
-        """Follow the orders and make or end some. A provider that fails is asked again later."""
+        """Follow the orders and make or end some. A provider that fails is called again later."""
         now_s = self._clock.monotonic_s()
         if not self._informer.synced or now_s < self._next_s:
             return
@@ -99,7 +99,7 @@ class NodeController:
         needs = _needs(fleet)
         if not needs and all(one.ended for one in orders) and self._settled_epoch == epoch:
             self._telemetry.orders(orders)
-            return  # a provider without anything to do is not called
+            return  # a provider without an order need not be called
         plan = plan_nodes(
             NodeSituation(
                 orders,
@@ -121,13 +121,14 @@ class NodeController:
         await self._drain(orders, stored, fence)
         if len(stored) == len(plan.stored):  # otherwise deposed, and the successor calls
             self._settled_epoch = None
-            await self._call(plan, fence)
-            self._settled_epoch = None if plan.released else epoch
+            if await self._call(plan, fence):
+                self._settled_epoch = epoch
         changed = {one.order_id: one for one in stored}
         self._telemetry.orders([*(changed.pop(one.order_id, one) for one in orders), *changed.values()])
 
-    async def _call(self, plan: NodePlan, fence: Condition) -> None:
-        failed = None
+    async def _call(self, plan: NodePlan, fence: Condition) -> bool:
+        """Return whether the provider took back all that was released. Raises Unavailable."""
+        failed, kept = None, False
         for order in plan.placed:
             log.info("nodes.ordered", order=order.order_id, type=order.node_type, zone=order.zone)
             try:
@@ -136,6 +137,7 @@ class NodeController:
                 failed = error
         for order in plan.released:
             if order.node and not await self._provider.release(order.node):
+                kept = True
                 continue
             log.info("nodes.released", order=order.order_id, node=order.node)
             if order.state is OrderState.FAILED:
@@ -146,6 +148,7 @@ class NodeController:
             )
         if failed is not None:
             raise failed
+        return not kept
 
     async def _store_order(self, order: NodeOrder, revisions: dict[str, int], fence: Condition) -> bool:
         key = NODE_ORDERS + order.order_id
@@ -171,11 +174,11 @@ class NodeController:
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in sorted(idle)}
 
 
-def _needs(fleet: Fleet) -> list[Need]:
+def _needs(fleet: Fleet) -> list[NodeNeed]:
     """Return what has no node. A deployment of a tenant's own nodes waits for its operator."""
     unplaced = unplaced_in(fleet)
     return [
-        Need(
+        NodeNeed(
             one.meta.name,
             unplaced[one.meta.name].missing,
             one.node_selector.get(NODE_TYPE_LABEL, ""),

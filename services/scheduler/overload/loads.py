@@ -1,8 +1,8 @@
-"""What the pools are asked to do and what a replica of each can, for the scaling of deployments.
+"""The demand on each pool and what a replica of it can do, for the scaling of deployments.
 
 Work is in prompt and output tokens; of a fixed-cost version in rows. The rate of a replica comes from its
 fitted step times and the mix of the requests that ended lately (``core.estimates.capacity``), because what an
-idle replica computes shows only what it was asked for. Without a fit, the rate measured while work waits.
+idle replica computes shows only what it received. Without a fit, the rate measured while work waits.
 """
 
 from __future__ import annotations

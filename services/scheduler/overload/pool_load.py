@@ -76,7 +76,7 @@ class _Waits:
 class PoolWork:
     """Work of one pool since the term began: what arrived, what waits, and what requests that ended took.
 
-    A request that is shed counts as arrived at its first attempt: it is what the pool was asked for.
+    A request that is shed counts as arrived at its first attempt, because it is demand too.
     """
 
     target_s: Callable[[Priority], float]  # of a class without an objective

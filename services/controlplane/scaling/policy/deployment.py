@@ -106,6 +106,7 @@ class DeploymentScaler:
     _woken_s: float | None = None  # when the present start from zero began
     _arrived: float = 0.0  # work that had arrived at the last report
     _active_s: float = -math.inf  # when a request last arrived or waited
+    _began_s: float = -math.inf  # when this leader first decided
 
     def decide(self, now: Situation) -> Scaled:
         """Return the decision that holds from now on: the present one, unless it changes."""
@@ -114,6 +115,7 @@ class DeploymentScaler:
         if self._scaler is None:
             self._scaler, self._rate = PoolScaler(self.tuning), before.rate or None
             self.starts.mean_s = before.start_s
+            self._began_s = self._active_s = now.now_s
             if before.replicas and before.reasons and before.reasons[0].signal == "held":
                 self._woken_s = now.now_s
         if now.load is not None:
@@ -130,6 +132,8 @@ class DeploymentScaler:
             self.reasons, after = (_waits(before, now.unix_s),), before
         else:
             found = self._decision(now, supply, bounds)
+            if free and found.replicas <= 1 and now.load is not None and self._is_idle(scaling, now.now_s):
+                found = ReplicaDecision(0, (_IDLE,))
             if found.replicas and not before.replicas and bounds.pinned is None:
                 self._woken_s = now.now_s
             self.reasons = found.reasons or (_IDLE,)
@@ -152,6 +156,11 @@ class DeploymentScaler:
         if arrived > self._arrived or load.held or any(one.waiting for one in load.classes):
             self._active_s = now.now_s
         self._arrived = arrived
+
+    def _is_idle(self, scaling: Scaling, now_s: float) -> bool:
+        """Whether no request came for the idle time. The rate of past arrivals fades too slowly."""
+        idle_s = scaling.idle_s or IDLE_S
+        return now_s - self._active_s >= idle_s and now_s - self._began_s >= self.tuning.settle_s
 
     def _decision(self, now: Situation, supply: Supply, bounds: ReplicaBounds) -> ReplicaDecision:
         assert self._scaler is not None

@@ -29,7 +29,7 @@ class NodeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class NodeNeed:
     """Replicas that no present node can take."""
 
     deployment: str
@@ -44,7 +44,7 @@ class NodeSituation:
     provided: Sequence[ProvidedNode]  # as the provider lists them
     live: Collection[str]  # registered workers
     idle_since_s: Mapping[str, float]  # live workers without an assignment
-    needs: Sequence[Need]
+    needs: Sequence[NodeNeed]
     unix_s: float
     now_s: float
 

@@ -33,6 +33,7 @@ from fairway.cli.commands.events import COLUMNS as EVENTS
 from fairway.cli.commands.placements import DECISIONS, ROWS, WORKERS, RowLine
 from fairway.cli.commands.reliability import INPUTS, REQUESTS, SLIS, show_lines
 from fairway.cli.commands.rollouts import ROLLOUTS
+from fairway.cli.commands.scaling import SCALING
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
 from fairway.cli.fleet.record import Restarts
@@ -273,6 +274,15 @@ def _certificate() -> Issued:
     return Issued(Path(WORKER), cast(Any, None), leaf, revoked=True)
 
 
+_SCALED: Final = cp.DeploymentScaling(
+    deployment="customer-support",
+    scaling=cp.Scaling(min_replicas=0, max_replicas=6, max_cost_per_hour=12.5),
+    replicas=3,
+    ready_replicas=2,
+    reasons=[cp.ScalingReason(signal="sustained", replicas=3, text="2.14 replicas of work arrive")],
+    decide_time=NOON,
+    start=Duration(seconds=48),
+)
 VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     "nodes": (nodes.NODES.columns, [_NODE]),
     "audit": (audit.EVENTS.columns, _audit()),
@@ -315,6 +325,7 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     ),
     "batches": (batches._COLUMNS, [_BATCH]),
     "queue": (placements.COLUMNS, [_queue()]),
+    "scaling": (SCALING.columns, [_SCALED]),
     "workers": (
         WORKERS,
         [

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from services.controlplane.scaling.policy.nodes import Need, NodeLimits, NodePlan, NodeSituation, plan_nodes
+from services.controlplane.scaling.policy.nodes import (
+    NodeLimits,
+    NodeNeed,
+    NodePlan,
+    NodeSituation,
+    plan_nodes,
+)
 from services.core.scaling import NodeOrder, OrderState
 from services.ports.nodes import ProvidedNode
 
@@ -39,7 +45,7 @@ class Rounds:
                     [ProvidedNode(order, node) for order, node in self.provided.items()],
                     self.live,
                     self.idle_since_s,
-                    [Need("chat", self.missing)] if self.missing else [],
+                    [NodeNeed("chat", self.missing)] if self.missing else [],
                     self.now_s,
                     self.now_s,
                 ),

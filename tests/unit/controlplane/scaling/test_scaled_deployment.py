@@ -85,6 +85,20 @@ def test_requests_keep_the_last_replica_before_any_rate_is_measured() -> None:
     assert plane.decide(IDLE, 70).replicas == 0
 
 
+def test_the_rate_of_past_arrivals_keeps_no_replica_beyond_the_idle_time() -> None:
+    plane = Plane(Scaling(0, 3, idle_s=20.0), decided=Scaled("chat", 1))
+    plane.ready(1)
+    load = IDLE
+    for arrived in range(0, 1500, 10):
+        load = PoolLoad((ClassLoad(Priority.STANDARD, 10.0, 0.0, float(arrived)),), rate=20.0)
+        assert plane.decide(load).replicas >= 1
+    assert plane.decide(load, 15).replicas >= 1
+    assert plane.decide(load, 100).replicas == 0
+    writes, plane.fleet = plane.writes, {}
+    assert plane.decide(load, 100).replicas == 0, "and starts none again"
+    assert plane.writes == writes
+
+
 def test_without_a_report_only_operators_change_the_replicas() -> None:
     plane = Plane(Scaling(0, 5, idle_s=10.0), replicas=3)
     plane.ready(3)
