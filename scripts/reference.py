@@ -21,6 +21,7 @@ import typer
 from google.protobuf.descriptor import ServiceDescriptor
 
 import fairway.inference
+import fairway.keda
 import fairway.v1
 from fairway.cli.main import app as cli_app
 from fairway.v1 import options_pb2
@@ -57,7 +58,7 @@ _ROLE_TITLES: Final = {
 _CALLERS: Final = {
     str(role): options_pb2.Access.Value(f"ACCESS_{role.name}")
     for role in sorted(KeyRole, key=lambda role: role.of_tenant)
-} | {"services": options_pb2.ACCESS_INTERNAL}
+} | {"services": options_pb2.ACCESS_INTERNAL, "certificate": options_pb2.ACCESS_CERTIFICATE}
 _COMMON_USES: Final = 5  # an option of so many commands is explained once
 
 
@@ -206,8 +207,9 @@ idempotency key and those decided on a [slice](../architecture/metering.md#lease
 def access_page() -> str:
     head = """\
 The roles of keys and tokens that may call each method, by the `(access)` options of the protos. `services`
-are other processes of the installation. Routes of the HTTP API take `tenant` and `tenant-admin`, except the
-public ones of [http.md](http.md). [operations/access.md](../operations/access.md) describes the roles.
+are other processes of the installation, `certificate` is one of the role `autoscaler` without a key or token.
+Routes of the HTTP API take `tenant` and `tenant-admin`, except the public ones of [http.md](http.md).
+[operations/access.md](../operations/access.md) describes the roles.
 """
     parts = [_head("Access", "protos/fairway", head)]
     for service in _services():
@@ -225,7 +227,7 @@ def _services() -> list[ServiceDescriptor]:
     """Return the services of all protos, sorted by their names."""
     modules = (
         importlib.import_module(f"{package.__name__}.{found.name}")
-        for package in (fairway.v1, fairway.inference)
+        for package in (fairway.v1, fairway.inference, fairway.keda)
         for found in pkgutil.iter_modules(package.__path__)
         if found.name.endswith("_pb2")
     )

@@ -45,6 +45,7 @@ ROLES: Final = (
     "controlplane",
     "operator",  # people and their programs
     "monitor",  # Prometheus
+    "autoscaler",  # KEDA
     "etcd",
     "redis",
 )

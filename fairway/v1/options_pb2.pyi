@@ -37,6 +37,8 @@ class _AccessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Access.ValueTy
     ACCESS_OPERATOR: _Access.ValueType  # 6
     ACCESS_AUDITOR: _Access.ValueType  # 7
     ACCESS_TENANT_ADMIN: _Access.ValueType  # 8
+    ACCESS_CERTIFICATE: _Access.ValueType  # 9
+    """A program that can send no credential: its certificate alone, on a port with TLS. No other rule goes with it."""
 
 class Access(_Access, metaclass=_AccessEnumTypeWrapper):
     """Who may call a method: each role is listed, none includes another. A method without a rule is refused at
@@ -54,6 +56,8 @@ ACCESS_VIEWER: Access.ValueType  # 5
 ACCESS_OPERATOR: Access.ValueType  # 6
 ACCESS_AUDITOR: Access.ValueType  # 7
 ACCESS_TENANT_ADMIN: Access.ValueType  # 8
+ACCESS_CERTIFICATE: Access.ValueType  # 9
+"""A program that can send no credential: its certificate alone, on a port with TLS. No other rule goes with it."""
 Global___Access: _TypeAlias = Access  # noqa: Y015
 
 class _Caller:
@@ -69,9 +73,11 @@ class _CallerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Caller.ValueTy
     CALLER_FOLLOWER: _Caller.ValueType  # 4
     CALLER_REGISTRY: _Caller.ValueType  # 5
     CALLER_CONTROLPLANE: _Caller.ValueType  # 6
+    CALLER_AUTOSCALER: _Caller.ValueType  # 7
+    """KEDA, or another program that scales the workers."""
 
 class Caller(_Caller, metaclass=_CallerEnumTypeWrapper):
-    """The role in the certificate of a service that calls. A method for services without a rule is refused at start-up."""
+    """The role in the certificate of a service that calls. A method for services without one is refused at start-up."""
 
 CALLER_UNSPECIFIED: Caller.ValueType  # 0
 CALLER_GATEWAY: Caller.ValueType  # 1
@@ -80,6 +86,8 @@ CALLER_WORKER: Caller.ValueType  # 3
 CALLER_FOLLOWER: Caller.ValueType  # 4
 CALLER_REGISTRY: Caller.ValueType  # 5
 CALLER_CONTROLPLANE: Caller.ValueType  # 6
+CALLER_AUTOSCALER: Caller.ValueType  # 7
+"""KEDA, or another program that scales the workers."""
 Global___Caller: _TypeAlias = Caller  # noqa: Y015
 
 @_typing.final
@@ -144,4 +152,6 @@ CALLERS_FIELD_NUMBER: _builtins.int
 bounds: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___Bounds]
 access: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Access.ValueType]]
 callers: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _containers.RepeatedScalarFieldContainer[Global___Caller.ValueType]]
-"""Which services, where access has ACCESS_INTERNAL. People's certificates have the role operator."""
+"""Which services, where access has ACCESS_INTERNAL or ACCESS_CERTIFICATE. People's certificates have the role
+operator.
+"""

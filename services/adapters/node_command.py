@@ -53,13 +53,14 @@ class CommandNodes:
                 raise self._failed("list", f"names have 1 to {MAX_NAME_CHARS} characters")
         if len({one.order for one in found}) != len(found) or len({one.node for one in found}) != len(found):
             raise self._failed("list", "two nodes have one name or one order")
-        return tuple(ProvidedNode(one.order, one.node, one.ending_in_s) for one in found)
+        return tuple(ProvidedNode(one.order, one.node, ending_in_s=one.ending_in_s) for one in found)
 
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         await self._call({"call": "order", "order": order_id, "type": node_type, "zone": zone})
 
-    async def release(self, node: str) -> None:
+    async def release(self, node: str) -> bool:
         await self._call({"call": "release", "node": node})
+        return True
 
     async def _call(self, request: dict[str, str]) -> bytes:
         """Return what the command wrote. Its process has ended then, whatever happened."""

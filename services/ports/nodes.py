@@ -8,10 +8,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ProvidedNode:
-    """A node that the provider runs or starts for an order. ``node`` is the id that its worker registers."""
+    """A node that the provider runs or starts for an order. A replaced one has another name."""
 
     order_id: str
-    node: str
+    node: str  # the id that its worker registers; while that is open, a name of the provider's
+    problem: str = ""  # the provider's reason why it does not start
     ending_in_s: float | None = None  # time until the provider takes it away, once it has announced that
 
 
@@ -24,5 +25,8 @@ class NodeProvider(Protocol):
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         """Start a node; a repeated order id starts no other. Empty: any type, any zone."""
 
-    async def release(self, node: str) -> None:
-        """Stop a node whose work has ended. One that is gone already is released."""
+    async def release(self, node: str) -> bool:
+        """Stop a node whose work has ended and return True; False for one that is to be released later.
+
+        One that is gone already is released.
+        """

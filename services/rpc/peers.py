@@ -32,9 +32,11 @@ def callers_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[
         for method in service.methods:
             options = method.GetOptions()
             named = options.Extensions[options_pb2.callers]
-            is_internal = options_pb2.ACCESS_INTERNAL in options.Extensions[options_pb2.access]
-            if is_internal != bool(named) or options_pb2.CALLER_UNSPECIFIED in named:
-                raise ValueError(f"{method.full_name}: ACCESS_INTERNAL and the option (callers) go together")
+            access = options.Extensions[options_pb2.access]
+            by_role = options_pb2.ACCESS_INTERNAL in access or options_pb2.ACCESS_CERTIFICATE in access
+            if by_role != bool(named) or options_pb2.CALLER_UNSPECIFIED in named:
+                rules = "ACCESS_INTERNAL or ACCESS_CERTIFICATE"
+                raise ValueError(f"{method.full_name}: {rules} and the option (callers) go together")
             names = (options_pb2.Caller.Name(each) for each in named)
             table[f"/{service.full_name}/{method.name}"] = frozenset(
                 name.removeprefix("CALLER_").lower() for name in names
@@ -45,10 +47,11 @@ def callers_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[
 class PeerRules:
     """Decides whether the certificate of a connection may present the credential of a call.
 
-    The internal token needs the certificate of a role that the method names, a key that of an operator. The
-    handshake has verified the signature and the expiry; a connection may outlive both. gRPC for Python checks
-    no list of revoked certificates, so that it is checked here. Open calls end with their certificate, so
-    that a stream costs nothing per message.
+    The internal token needs the certificate of a role that the method names, and so does a call without a
+    credential where a certificate is enough; a key needs that of an operator. The handshake has verified the
+    signature and the expiry; a connection may outlive both. gRPC for Python checks no list of revoked
+    certificates, so that it is checked here. Open calls end with their certificate, so that a stream costs
+    nothing per message.
     """
 
     def __init__(

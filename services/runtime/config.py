@@ -215,10 +215,14 @@ class Settings(BaseModel):
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)
     # How long a replica stays after the last signal that needed it, where replicas follow the load.
     scaling_settle_s: float = Field(default=1800.0, ge=1, le=86400)
-    # Program and arguments that list, order and release nodes; empty: none is ordered.
+    # Program and arguments that list, order and release nodes; empty: none is ordered by one.
     node_command: str = ""
     # Longest time of one run of it.
     node_command_timeout_s: float = Field(default=30.0, gt=0, le=600)
+    # Namespace of the Kubernetes workloads whose pods are ordered as nodes; empty: none.
+    node_namespace: str = Field(default="", max_length=63)
+    # Credentials of that cluster; default: those of the pod in which the control plane runs.
+    node_kubeconfig: Path | None = None
     # Most ordered nodes at once.
     node_limit: int = Field(default=16, ge=1, le=1000)
     # Time from an order until its worker has registered; then the order has failed.
@@ -320,6 +324,14 @@ class Settings(BaseModel):
     def _one_source_of_certificates(self) -> Settings:
         if self.tls_dir is not None and self.spiffe_socket:
             raise ValueError("FAIRWAY_TLS_DIR and FAIRWAY_SPIFFE_SOCKET exclude each other: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _one_provider_of_nodes(self) -> Settings:
+        if self.node_command and self.node_namespace:
+            raise ValueError(
+                "FAIRWAY_NODE_COMMAND and FAIRWAY_NODE_NAMESPACE exclude each other: leave one out"
+            )
         return self
 
     def secures(self, choice: Tls, listen: str) -> bool:

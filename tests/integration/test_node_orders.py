@@ -160,3 +160,54 @@ async def test_a_deposed_leader_orders_nothing() -> None:
         await rig.round()
         assert await rig.orders() == []
         assert [call for call, _ in rig.provider.calls] == ["list"], "no order without its record"
+
+
+@pytest.mark.asyncio
+async def test_a_node_that_is_released_later_stays_drained_until_then() -> None:
+    async with started() as rig:
+        await rig.store.commit([Delete(DEPLOYMENTS + "chat")])
+        await rig.provider.order("a", "", "")
+        await rig.put(WORKERS + "node-0", Worker("node-0", "w:1"))
+        await rig.put(NODE_ORDERS + "a", NodeOrder("a", 0.0, state=OrderState.RUNNING, node="node-0"))
+        rig.provider.kept = {"node-0"}
+        for _ in range(10):
+            await rig.round(20.0)
+        assert [one.state for one in await rig.orders()] == [OrderState.LEAVING]
+        entry = await rig.store.get(NODES + "node-0")
+        assert entry is not None
+        assert load(entry.value, Node).draining
+        rig.provider.kept.clear()
+        await rig.round()
+        assert [one.state for one in await rig.orders()] == [OrderState.RELEASED]
+        assert rig.provider.nodes == {}
+
+
+@pytest.mark.asyncio
+async def test_an_order_that_fails_does_not_keep_the_nodes_that_leave() -> None:
+    async with started() as rig:
+        await rig.store.commit([Delete(DEPLOYMENTS + "chat")])
+        await rig.provider.order("a", "", "")
+        rig.provider.untyped = True
+        await rig.put(NODE_ORDERS + "a", NodeOrder("a", 0.0, state=OrderState.LEAVING, node="node-0"))
+        await rig.put(NODE_ORDERS + "b", NodeOrder("b", 1000.0, "gpu"))
+        await rig.round()
+        assert rig.provider.nodes == {}
+        assert [one.state for one in await rig.orders()] == [OrderState.RELEASED, OrderState.ORDERED]
+
+
+@pytest.mark.asyncio
+async def test_the_node_of_a_failed_order_is_taken_back_whatever_failed_meanwhile() -> None:
+    async with started() as rig:
+        await rig.store.commit([Delete(DEPLOYMENTS + "chat")])
+        await rig.provider.order("a", "", "")
+        await rig.put(NODE_ORDERS + "a", NodeOrder("a", 0.0, state=OrderState.FAILED, node="node-0"))
+        rig.provider.failing = True
+        for _ in range(3):
+            await rig.round(10.0)
+        assert rig.provider.nodes
+        rig.provider.failing = False
+        await rig.round(400.0)
+        assert rig.provider.nodes == {}
+        calls = len(rig.provider.calls)
+        await rig.round()
+        assert len(rig.provider.calls) == calls

@@ -31,12 +31,17 @@ def write_script(folder: Path, text: str = SCRIPT) -> Path:
 
 @dataclass
 class MemoryNodes:
-    """Implements ``NodeProvider``. ``failing``: every call fails; ``forgets``: orders are not listed."""
+    """Implements ``NodeProvider``. ``failing``: every call fails; ``forgets``: orders are not listed.
+
+    ``kept``: nodes that are released later; ``untyped``: orders of a type fail.
+    """
 
     nodes: dict[str, str] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
     failing: bool = False
     forgets: bool = False
+    kept: set[str] = field(default_factory=set)
+    untyped: bool = False
 
     async def list(self) -> tuple[ProvidedNode, ...]:
         self._note("list", "")
@@ -44,12 +49,17 @@ class MemoryNodes:
 
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         self._note("order", order_id)
+        if self.untyped and node_type:
+            raise Unavailable(f"there are no nodes of the type {node_type}")
         if not self.forgets:
             self.nodes.setdefault(order_id, f"node-{len(self.nodes)}")
 
-    async def release(self, node: str) -> None:
+    async def release(self, node: str) -> bool:
         self._note("release", node)
+        if node in self.kept:
+            return False
         self.nodes = {order: name for order, name in self.nodes.items() if name != node}
+        return True
 
     def _note(self, call: str, name: str) -> None:
         self.calls.append((call, name))

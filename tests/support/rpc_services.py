@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.descriptor import FileDescriptor, MethodDescriptor, ServiceDescriptor
 
 import fairway.inference
+import fairway.keda
 import fairway.v1
 from tests.support.stack import ROOT
 
@@ -31,7 +32,7 @@ def proto_files() -> dict[str, FileDescriptor]:
     """Return the generated files by name. Raises AssertionError for a proto without one."""
     modules = [
         importlib.import_module(f"{package.__name__}.{found.name}")
-        for package in (fairway.v1, fairway.inference)
+        for package in (fairway.v1, fairway.inference, fairway.keda)
         for found in pkgutil.iter_modules(package.__path__)
         if found.name.endswith("_pb2")
     ]

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from functools import partial
 
+from fairway.keda import externalscaler_pb2, externalscaler_pb2_grpc
 from fairway.v1 import (
     controlplane_pb2,
     controlplane_pb2_grpc,
@@ -33,6 +34,7 @@ from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.scaling.controller import ScalingController
+from services.controlplane.scaling.keda import KedaServicer
 from services.controlplane.scaling.nodes import NodeController
 from services.controlplane.scaling.policy.nodes import NodeLimits
 from services.controlplane.scaling.policy.scaler import ScalerTuning
@@ -52,9 +54,11 @@ from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
+from services.ports.nodes import NodeProvider
 from services.ports.store import Store
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
+from services.runtime.config import ConfigError
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.process.health import Check
@@ -95,7 +99,6 @@ def controlplane(environment: Environment) -> Role:
         likely=scaler.likely,
         residency=lambda: scaler.residency,
     )
-    _open_nodes(environment, fleet, election, scaler)
     rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
 
     async def start() -> None:
@@ -105,6 +108,7 @@ def controlplane(environment: Environment) -> Role:
         environment.supervisor.spawn("fleet informer", fleet.run())
         environment.supervisor.spawn("election", election.run())
         environment.supervisor.spawn("reconciler", reconciler.run())
+        await _start_nodes(environment, fleet, election, scaler)
         environment.supervisor.spawn("rollouts", rollouts.run())
         environment.supervisor.spawn("event recorder", recorder.run())
         environment.supervisor.spawn("usage ledger", ledger.run())
@@ -124,6 +128,11 @@ def controlplane(environment: Environment) -> Role:
             servicer,
         ),
         *_report_services(store, ledger, slis),
+        RpcService(
+            externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"],
+            externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+            KedaServicer(fleet),
+        ),
         identity=keys,
     )
     return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
@@ -172,15 +181,31 @@ def _open_queues(environment: Environment) -> GrpcQueues:
     return queues
 
 
-def _open_nodes(
+async def _open_provider(environment: Environment) -> NodeProvider | None:
+    settings, argv = environment.settings, shlex.split(environment.settings.node_command)
+    if argv:
+        return CommandNodes(argv, timeout_s=settings.node_command_timeout_s)
+    if not settings.node_namespace:
+        return None
+    try:
+        from services.adapters.node_workloads import KubernetesNodes, open_cluster
+    except ModuleNotFoundError as error:
+        text = "FAIRWAY_NODE_NAMESPACE needs kubernetes-asyncio: install the extra fairway[kubernetes]"
+        raise ConfigError(text) from error
+    cluster = await open_cluster(settings.node_kubeconfig)
+    environment.closing.push_async_callback(cluster.close)
+    return KubernetesNodes(cluster, settings.node_namespace, environment.clock.sleep)
+
+
+async def _start_nodes(
     environment: Environment,
     fleet: Informer[FleetRecord | None],
     election: Election,
     scaler: ScalingController,
 ) -> None:
-    """Start what orders nodes by the operator's command, if there is one."""
-    settings, argv = environment.settings, shlex.split(environment.settings.node_command)
-    if not argv:
+    """Start what orders nodes, if there is a provider of them."""
+    settings, provider = environment.settings, await _open_provider(environment)
+    if provider is None:
         return
     nodes = NodeController(
         environment.store,
@@ -188,7 +213,7 @@ def _open_nodes(
         election,
         leader_key("controlplane"),
         environment.clock,
-        provider=CommandNodes(argv, timeout_s=settings.node_command_timeout_s),
+        provider=provider,
         limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
         new_id=environment.ids.source_id,
         telemetry=NodeTelemetry(environment.metrics, leads=lambda: election.epoch is not None),

@@ -74,6 +74,7 @@ class NodeController:
         self._idle_since_s: dict[str, float] = {}
         self._backoff = Backoff(PERIOD_S, 300.0)
         self._failures, self._next_s = 0, 0.0
+        self._settled_epoch: int | None = None  # epoch in which the provider had taken everything back
 
     async def run(self) -> None:
         """Make a round every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
@@ -88,7 +89,7 @@ class NodeController:
             return
         fence = CreateRevisionIs(self._leader_key, epoch)
         try:
-            await self._round(fence, now_s)
+            await self._round(fence, now_s, epoch)
             self._failures = 0
         except Unavailable as error:
             self._failures += 1
@@ -96,7 +97,7 @@ class NodeController:
             log.warning("nodes.provider_failed", error=error.message, failures=self._failures)
         self._telemetry.provider_failing(self._failures)
 
-    async def _round(self, fence: Condition, now_s: float) -> None:
+    async def _round(self, fence: Condition, now_s: float, epoch: int) -> None:
         listing = await self._store.list(NODE_ORDERS)
         revisions = {entry.key.removeprefix(NODE_ORDERS): entry.mod_revision for entry in listing.entries}
         orders = [one for entry in listing.entries if (one := readable(entry, NodeOrder)) is not None]
@@ -104,7 +105,8 @@ class NodeController:
         self._observe_idle(fleet, now_s)
         needs, idle = _needs(fleet, self._leaving()), len(self._idle_since_s)
         warm = warm_nodes(len(fleet.workers) - idle, self._growth_variance(), self._limits)
-        if not needs and idle >= warm and all(one.ended for one in orders):
+        done = not needs and idle >= warm and all(one.ended for one in orders)
+        if done and self._settled_epoch == epoch:
             self._telemetry.orders(orders)
             return  # a provider without an order need not be called
         plan = plan_nodes(
@@ -128,17 +130,25 @@ class NodeController:
             )
         await self._drain(orders, stored, fence)
         if len(stored) == len(plan.stored):  # otherwise deposed, and the successor calls
-            await self._call(plan, fence)
+            self._settled_epoch = None
+            if await self._call(plan, fence):
+                self._settled_epoch = epoch
         changed = {one.order_id: one for one in stored}
         self._telemetry.orders([*(changed.pop(one.order_id, one) for one in orders), *changed.values()])
 
-    async def _call(self, plan: NodePlan, fence: Condition) -> None:
+    async def _call(self, plan: NodePlan, fence: Condition) -> bool:
+        """Return whether the provider took back all that was released. Raises Unavailable."""
+        failed, kept = None, False
         for order in plan.placed:
             log.info("nodes.ordered", order=order.order_id, type=order.node_type, zone=order.zone)
-            await self._provider.order(order.order_id, order.node_type, order.zone)
+            try:
+                await self._provider.order(order.order_id, order.node_type, order.zone)
+            except Unavailable as error:  # a type that cannot be had does not keep the nodes that leave
+                failed = error
         for order in plan.released:
-            if order.node:
-                await self._provider.release(order.node)
+            if order.node and not await self._provider.release(order.node):
+                kept = True
+                continue
             log.info("nodes.released", order=order.order_id, node=order.node)
             if order.state is OrderState.FAILED:
                 continue
@@ -146,6 +156,9 @@ class NodeController:
             await self._store.commit(
                 [Put(NODE_ORDERS + order.order_id, dump(ended)), Delete(NODES + order.node)], [fence]
             )
+        if failed is not None:
+            raise failed
+        return not kept
 
     async def _store_order(self, order: NodeOrder, revisions: dict[str, int], fence: Condition) -> bool:
         key = NODE_ORDERS + order.order_id

@@ -63,6 +63,8 @@ def access_table(services: Iterable[ServiceDescriptor]) -> dict[str, frozenset[i
             allowed = frozenset(method.GetOptions().Extensions[options_pb2.access])
             if not allowed or options_pb2.ACCESS_UNSPECIFIED in allowed:
                 raise ValueError(f"{method.full_name} has no access rule")
+            if options_pb2.ACCESS_CERTIFICATE in allowed and len(allowed) > 1:
+                raise ValueError(f"{method.full_name}: ACCESS_CERTIFICATE goes with no other rule")
             table[f"/{service.full_name}/{method.name}"] = allowed
     return table
 
@@ -152,7 +154,14 @@ class AccessControl(AroundInterceptor):
                 del self._running[name]
 
     def _identify(self, method: str, context: Context, allowed: frozenset[int]) -> Principal | None:
-        """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied."""
+        """Return the caller, None for another service. Raises Unauthenticated or PermissionDenied.
+
+        Where a certificate is enough, ``peers`` checks it.
+        """
+        if options_pb2.ACCESS_CERTIFICATE in allowed:
+            if self._peers is None:
+                raise PermissionDenied("only a certificate opens this method, and this port has no TLS")
+            return None
         token = bearer_token(context.invocation_metadata())
         if token is None:
             raise Unauthenticated("send the API key or token as metadata `authorization: Bearer <key>`")

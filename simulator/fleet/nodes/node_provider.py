@@ -92,8 +92,9 @@ class SimNodes:
         for _ in range(2 if fault is NodeFault.TWICE else 1):
             self._begin(order_id, fault)
 
-    async def release(self, node: str) -> None:
+    async def release(self, node: str) -> bool:
         self._later(0.0, self._end, node)
+        return True
 
     # --- machines ------------------------------------------------------------------------------------
 
@@ -157,8 +158,8 @@ class RemoteNodes:
     async def order(self, order_id: str, node_type: str, zone: str) -> None:
         await self._ask(lambda nodes: nodes.order(order_id))
 
-    async def release(self, node: str) -> None:
-        await self._ask(lambda nodes: nodes.release(node))
+    async def release(self, node: str) -> bool:
+        return await self._ask(lambda nodes: nodes.release(node))
 
     async def _ask(self, question: Callable[[SimNodes], Coroutine[Any, Any, T]]) -> T:
         try:

@@ -15,8 +15,10 @@ import pytest_asyncio
 from fairway.cli.fleet.nodes import LocalNodes
 from fairway.cli.fleet.progress import SharedProgress
 from services.adapters.node_command import CommandNodes
+from services.adapters.node_workloads import KubernetesNodes
 from services.core.errors import Unavailable
 from services.ports.nodes import NodeProvider
+from tests.support.kubernetes import SPACE, Cluster, serving
 from tests.support.nodes import MemoryNodes, write_script
 from tests.support.waiting import until
 
@@ -51,11 +53,20 @@ async def local(folder: Path, installation: Installation, most: int = 2) -> Asyn
         await asyncio.gather(serving, return_exceptions=True)
 
 
-@pytest_asyncio.fixture(params=["memory", "command", "local"])
+async def at_once(seconds: float) -> None:
+    assert seconds > 0.0
+
+
+@pytest_asyncio.fixture(params=["memory", "command", "local", "deployments", "statefulsets"])
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[NodeProvider]:
     if request.param == "local":
         async with local(tmp_path, Installation()) as found:
             yield found
+    elif request.param in ("deployments", "statefulsets"):
+        cluster = Cluster()
+        cluster.add(request.param, "gpu", node_type="gpu", zone="zone-1")
+        async with serving(cluster) as api:
+            yield KubernetesNodes(api, SPACE, at_once)
     else:
         yield MemoryNodes() if request.param == "memory" else command(tmp_path)
 
@@ -74,8 +85,8 @@ async def test_an_order_starts_one_node_however_often_it_is_placed(provider: Nod
 async def test_a_node_is_released_once_and_again(provider: NodeProvider) -> None:
     await provider.order("a", "", "")
     (node,) = await provider.list()
-    await provider.release(node.node)
-    await provider.release(node.node)
+    assert await provider.release(node.node)
+    assert await provider.release(node.node)
     assert await provider.list() == ()
 
 

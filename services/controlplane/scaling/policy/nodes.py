@@ -128,11 +128,17 @@ def _followed(
     """Return the order as it is now, from what the provider lists and which workers live."""
     provided = listed.get(order.order_id)
     node = order.node if provided is None else provided.node
+    if order.state is OrderState.LEAVING:
+        return replace(order, node=node)
+    if order.state is OrderState.RUNNING and node != order.node and order.node not in now.live:
+        return replace(order, node=node, state=OrderState.ORDERED, ordered_unix_s=now.unix_s)  # replaced
     if order.state is OrderState.ORDERED:
-        if node in now.live and order.order_id in listed:
+        if node in now.live and provided is not None:
             return replace(order, node=node, state=OrderState.RUNNING)
         if now.unix_s - order.ordered_unix_s >= limits.order_s:
             where = f"its node {node} did not register" if node else "the provider lists no node for it"
+            if provided is not None and provided.problem:
+                where += f" ({provided.problem})"
             reason = f"no node within {limits.order_s:g} s: {where}"
             return replace(order, node=node, state=OrderState.FAILED, ended_unix_s=now.unix_s, reason=reason)
         return replace(order, node=node)

@@ -150,3 +150,38 @@ def test_a_node_that_the_provider_took_away_has_failed() -> None:
     rounds = Rounds({"a": running}, {}, set())
     rounds.run()
     assert rounds.states() == [OrderState.FAILED]
+
+
+def test_an_order_whose_node_was_replaced_waits_for_the_new_one() -> None:
+    running = NodeOrder("a", 1.0, state=OrderState.RUNNING, node="pod-1")
+    rounds = Rounds({"a": running}, {"a": "pod-2"}, {"pod-1"})
+    rounds.run()
+    assert rounds.orders["a"] == running, "while the worker of before is registered"
+    rounds.live.clear()
+    rounds.missing = 1
+    rounds.run()
+    assert (rounds.orders["a"].state, rounds.orders["a"].node) == (OrderState.ORDERED, "pod-2")
+    rounds.run(60)
+    assert (list(rounds.orders), rounds.placed) == (["a"], []), "and no other is ordered"
+    rounds.live.add("pod-2")
+    rounds.run()
+    assert (rounds.orders["a"].state, rounds.orders["a"].node) == (OrderState.RUNNING, "pod-2")
+
+
+def test_a_leaving_node_that_was_replaced_is_released_under_its_new_name() -> None:
+    leaving = NodeOrder("a", 1.0, state=OrderState.LEAVING, node="pod-1")
+    rounds = Rounds({"a": leaving}, {"a": "pod-2"}, {"pod-1"}, {"pod-1": 1.0})
+    rounds.run()
+    assert rounds.released == ["pod-2"]
+
+
+def test_a_failed_order_has_the_providers_reason() -> None:
+    ordered = NodeOrder("a", 900.0)
+    unschedulable = ProvidedNode("a", "pod-1", "Unschedulable: no GPU is free")
+    plan = plan_nodes(
+        NodeSituation([ordered], [unschedulable], set(), {}, [], 0, 1000.0, 1000.0), LIMITS, "b"
+    )
+    (failed,) = plan.stored
+    why = "no node within 100 s: its node pod-1 did not register (Unschedulable: no GPU is free)"
+    assert (failed.state, failed.reason) == (OrderState.FAILED, why)
+    assert [one.node for one in plan.released] == ["pod-1"]

@@ -21,7 +21,7 @@ RUNNING = NodeOrder("o1", 10.0, state=OrderState.RUNNING, node="spot-1")
 
 def planned(order: NodeOrder, ending_in_s: float | None, *, missing: int, unix_s: float = 100.0) -> NodePlan:
     needs = [MissingReplicas("chat", missing)] if missing else []
-    provided = [ProvidedNode("o1", "spot-1", ending_in_s)]
+    provided = [ProvidedNode("o1", "spot-1", ending_in_s=ending_in_s)]
     situation = NodeSituation([order], provided, {"spot-1"}, {}, needs, 0, unix_s, unix_s)
     return plan_nodes(situation, NodeLimits(most=1), "o2")
 
