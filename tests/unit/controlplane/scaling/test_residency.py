@@ -108,13 +108,17 @@ def test_loads_are_near_an_oracles_and_below_those_of_lru(variants: int, room: i
 
 
 def test_sizes_and_loading_times_count() -> None:
-    """Of equal hazards the large and quickly loaded one leaves first."""
+    """A large one leaves before a small one that is used less often, and the slowest to load stays."""
     found = leaving(
-        [resident("slow", load_s=60.0), resident("large", size_bytes=8 * GIB), resident("hot", hazard=0.02)]
+        [
+            resident("slow", load_s=60.0),
+            resident("large", size_bytes=8 * GIB, hazard=0.03),
+            resident("hot", hazard=0.02),
+        ]
     )
     assert list(found) == ["large", "hot", "slow"]
     assert found["large"] == (
-        "its memory was needed: no request for 60 s, one comes in about 100 s, a load takes 10.0 s"
+        "its memory was needed: no request for 60 s, one comes in about 33 s, a load takes 10.0 s"
     )
 
 
@@ -144,6 +148,8 @@ def test_the_hazard_falls_while_no_request_comes_and_bursts_count_little() -> No
     before = regular.hazard
     regular.note(PoolLoad(()), 7200.0, apart_s=20.0)
     assert regular.hazard < before
+    regular.note(PoolLoad(()), 25200.0, apart_s=20.0)
+    assert regular.hazard < before / 5.0, "what was often used long ago counts little"
 
 
 def test_a_new_reporter_counts_anew_without_a_visit() -> None:
