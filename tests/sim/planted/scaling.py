@@ -11,7 +11,7 @@ from services.controlplane.fleet import Fleet
 from services.controlplane.scaling.controller import ScalingController
 from services.controlplane.scaling.nodes import NodeController
 from services.core.estimates.pool_load import PoolLoad
-from services.core.records import ASSIGNMENTS, NODE_ORDERS, Assignment, Deployment, dump
+from services.core.records import ASSIGNMENTS, NODE_ORDERS, SCALED, Assignment, Deployment, dump
 from services.core.scaling import Scaled
 from services.gateway.catalog import Waking
 from services.gateway.events import Handle, RequestSink
@@ -46,7 +46,7 @@ class DecidesTooFew(PlaneNode):
 
 
 class AssignsNothing(PlaneNode):
-    """Writes assignments without versions after a while."""
+    """After a while, takes every version off its workers with each decision."""
 
     def make_store(self, network: Network, watch: RolloutListener) -> Store:
         return _Emptying(self.process, network, watch)
@@ -122,6 +122,9 @@ class _Emptying(SignedStore):
     ) -> Committed | ConditionFailed:
         if self._writer.loop.now_s > _EMPTY_FROM_S:
             operations = [_emptied(one) for one in operations]
+            if any(one.key.startswith(SCALED) for one in operations):
+                empty = (Put(f"{ASSIGNMENTS}worker-{number}", b"") for number in range(3))
+                operations += [_emptied(one) for one in empty]
         return await super().commit(operations, conditions)
 
 
