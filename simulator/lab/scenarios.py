@@ -315,7 +315,14 @@ def zone_loss(options: Options) -> Scenario:
     )
     rate = chat_rate(options, fleet, load_ratio=0.6)
     streams = [
-        Stream(tenant.name, Poisson(rate * share / len(fleet.tenants)), PROMPT, OUTPUT, priority=priority)
+        Stream(
+            tenant.name,
+            Poisson(rate * share / len(fleet.tenants)),
+            PROMPT,
+            OUTPUT,
+            name=priority.value,
+            priority=priority,
+        )
         for tenant in fleet.tenants
         for priority, share in _SHARES
     ]

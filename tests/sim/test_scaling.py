@@ -47,7 +47,7 @@ PLANTED = {
     "assignments without versions": (Parts(plane=AssignsNothing), BOUNDS, 0),
     "two planes write": (Parts(plane=WritesUnfenced), DECIDER, 0),
     "a need is ordered again": (Parts(plane=ForgetsOrders), ORDERS, 0),
-    "a deadline is forgotten": (Parts(gateway=ForgetsDeadlines), HELD, 0),
+    "a deadline is forgotten": (Parts(gateway=ForgetsDeadlines), HELD, 1),
 }
 
 

@@ -12,7 +12,7 @@ from services.controlplane.scaling.controller import ScalingController
 from services.controlplane.scaling.nodes import NodeController
 from services.controlplane.scaling.policy.residency import Resident
 from services.core.estimates.pool_load import PoolLoad
-from services.core.records import ASSIGNMENTS, NODE_ORDERS, Assignment, Deployment, dump
+from services.core.records import ASSIGNMENTS, NODE_ORDERS, SCALED, Assignment, Deployment, dump
 from services.core.scaling import Scaled
 from services.gateway.catalog import Waking
 from services.gateway.events import Handle, RequestSink
@@ -47,7 +47,7 @@ class DecidesTooFew(PlaneNode):
 
 
 class AssignsNothing(PlaneNode):
-    """Writes assignments without versions after a while."""
+    """After a while, takes every version off its workers with each decision."""
 
     def make_store(self, network: Network, watch: RolloutListener) -> Store:
         return _Emptying(self.process, network, watch)
@@ -123,6 +123,9 @@ class _Emptying(SignedStore):
     ) -> Committed | ConditionFailed:
         if self._writer.loop.now_s > _EMPTY_FROM_S:
             operations = [_emptied(one) for one in operations]
+            if any(one.key.startswith(SCALED) for one in operations):
+                empty = (Put(f"{ASSIGNMENTS}worker-{number}", b"") for number in range(3))
+                operations += [_emptied(one) for one in empty]
         return await super().commit(operations, conditions)
 
 
