@@ -144,6 +144,7 @@ def test_the_size_that_serves_is_the_one_that_is_paid(caller: Caller) -> None:
 
 def test_a_key_keeps_its_size(caller: Caller) -> None:
     first = caller.ask(quality=60, key="kept")
+    assert first.size == f"smallest of auto; {caller.stack.model} needs quality 60, has 0"
     caller.cli("aliases", "update", "auto", "--size", "large")
     caller.until(lambda answer: answer.body.get("model") == "large")
     again = caller.ask(quality=60, key="kept")

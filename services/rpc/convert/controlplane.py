@@ -167,7 +167,7 @@ def _capabilities(numbers: Iterable[int]) -> tuple[Capability, ...]:
         raise InvalidInput(
             f"a capability is one of {', '.join(Capability)}", field="alias.sizes.capabilities"
         )
-    return tuple(dict.fromkeys(one for one in found if one is not None))
+    return tuple(one for one in found if one is not None)
 
 
 _SIZE: Final = Mirror(

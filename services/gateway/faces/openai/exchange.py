@@ -88,15 +88,9 @@ REQUEST_HEADERS: Final = {
 JSON: Final = "application/json"
 FORM: Final = "multipart/form-data"
 BYTES: Final = "application/octet-stream"
-# Request headers of routes that run something, and of those of them that stream.
-RUN_HEADERS: Final = (
-    "idempotency-key",
-    "x-request-timeout-s",
-    "x-session-key",
-    "x-model-version",
-    "x-fairway-quality",
-)
-STREAM_HEADERS: Final = ("last-event-id", *RUN_HEADERS)
+# Request headers of routes that run something, and of those of them that generate.
+RUN_HEADERS: Final = ("idempotency-key", "x-request-timeout-s", "x-session-key", "x-model-version")
+STREAM_HEADERS: Final = ("last-event-id", "x-fairway-quality", *RUN_HEADERS)
 
 
 def rate_headers(outcome: Accepted | OverQuota | RowsAnswer) -> list[Header]:

@@ -18,6 +18,7 @@ from rich.console import Console
 from fairway.cli.authority import Issued
 from fairway.cli.commands import (
     accounts,
+    aliases,
     audit,
     batches,
     certs,
@@ -307,6 +308,15 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
                 spent_micros=487_120_000,
                 currency="USD",
                 message="97 % of the month is spent",
+            )
+        ],
+    ),
+    "aliases": (
+        aliases.ALIASES.columns,
+        [
+            cp.Alias(
+                metadata=_meta("auto"),
+                sizes=aliases.sizes_of(["chat-small:context=4000", "chat-large:quality=60,tools,schemas"]),
             )
         ],
     ),
