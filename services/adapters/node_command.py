@@ -4,7 +4,7 @@ The command runs once for each call. It reads one JSON object on its standard in
 ``{"call": "order", "order": ID, "type": TYPE, "zone": ZONE}`` or ``{"call": "release", "node": NODE}``, and
 ends with code 0. To a list it writes ``{"nodes": [{"order": ID, "node": NODE}]}``, with ``"ending_in_s"`` for
 a node that is about to be taken away; other output is ignored. With another code the last line of its
-standard error is the reason. docs/operations/scaling-use.md has it for operators.
+standard error is the reason. docs/operations/scaling.md has it for operators.
 """
 
 from __future__ import annotations

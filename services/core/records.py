@@ -259,7 +259,7 @@ class ApiKey:
     limits: UsageLimits = field(default_factory=UsageLimits)
 
 
-OWNER_LABEL: Final = "owner"  # key of the label that names who asked for a deployment
+OWNER_LABEL: Final = "owner"  # key of the label that names the owner of a deployment
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ class Deployment:
 
     @property
     def owner(self) -> str:
-        """Return who asked for it: its tenant, else its label ``owner``."""
+        """Return its owner: its tenant, else its label ``owner``."""
         return self.tenant or self.meta.labels.get(OWNER_LABEL, "")
 
     @property
@@ -450,7 +450,7 @@ class AssignedVersion:
     probes: tuple[RequestShape, ...] = field(default=(), compare=False)
     tensor_parallel: int = 1  # devices that share each layer
     pipeline_parallel: int = 1  # groups of devices that follow each other
-    owner: str = ""  # who asked for the deployment, as its idle time is charged
+    owner: str = ""  # the owner of the deployment, as its idle time is charged
 
     @property
     def engine(self) -> tuple[str, int, int]:

@@ -31,7 +31,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class ScalingReason:
     """A signal or bound, the replicas that it needs, and a sentence with its figures."""
 
     signal: str
@@ -45,7 +45,7 @@ class Scaled:
 
     deployment: str
     replicas: int
-    reasons: tuple[Reason, ...] = ()  # the decisive one first
+    reasons: tuple[ScalingReason, ...] = ()  # the decisive one first
     decided_unix_s: float = 0.0
     epoch: int = 0  # epoch of the leader that decided
     start_s: float = START_S  # expected time from an assignment until READY

@@ -52,7 +52,7 @@ class Residence(Struct, frozen=True):
     """A deployment that is loaded on a device."""
 
     deployment: str
-    owner: str  # who asked for the deployment; empty: not stated
+    owner: str  # the owner of the deployment; empty: not stated
     memory_ratio: float  # its engine's part of the device's memory
 
 

@@ -13,8 +13,8 @@ from typing import Final
 
 from services.core.estimates.cost_model import PRESETS
 from services.core.estimates.node_need import NodeType, Unfit
-from simulator.capacity.load import LatencyTarget, LoadError, windows_of
-from simulator.capacity.node_plan import NodePlan, plan_type
+from simulator.capacity.load import BadLoad, WantedLatency, windows_of
+from simulator.capacity.node_plan import CapacityPlan, plan_type
 from simulator.fleet.clients.client import RequestRecord
 from simulator.fleet.fleet import simulate
 from simulator.lab.load.arrivals import Poisson
@@ -82,12 +82,12 @@ def attainment(mix: CheckMix, rows: Sequence[TraceRow], workers: int) -> float:
     return good / len(rows)
 
 
-def planned(mix: CheckMix, rows: Sequence[TraceRow]) -> NodePlan:
-    """Return the plan for its trace. Raises LoadError."""
+def planned(mix: CheckMix, rows: Sequence[TraceRow]) -> CapacityPlan:
+    """Return the plan for its trace. Raises BadLoad."""
     kind = NodeType(mix.preset, PRESETS[mix.preset])
-    plan = plan_type(kind, windows_of(rows, LatencyTarget(mix.ttft_s)), 1)
+    plan = plan_type(kind, windows_of(rows, WantedLatency(mix.ttft_s)), 1)
     if isinstance(plan, Unfit):
-        raise LoadError(plan.text)
+        raise BadLoad(plan.text)
     return plan
 
 

@@ -27,12 +27,12 @@ GAP_RATIO: Final = 30.0  # longest usual gap over the mean one: 14 for a million
 _SHARING: Final = 32  # requests that hold their caches together; twice as many give the growth
 
 
-class LoadError(Exception):
+class BadLoad(Exception):
     """A load that cannot be planned for; the message names the field and the mend."""
 
 
 @dataclass(frozen=True, slots=True)
-class LatencyTarget:
+class WantedLatency:
     """Latencies that the requests of a class are served for."""
 
     ttft_s: float = math.inf
@@ -47,30 +47,30 @@ class LoadWindow:
     loads: tuple[LoadClass, ...]
 
 
-def rate_class(text: str, targets: dict[Priority | None, LatencyTarget]) -> LoadClass:
-    """Return the load in CLASS:RATE:PROMPT:OUTPUT[:CACHED]. Raises LoadError."""
+def rate_class(text: str, targets: dict[Priority | None, WantedLatency]) -> LoadClass:
+    """Return the load in CLASS:RATE:PROMPT:OUTPUT[:CACHED]. Raises BadLoad."""
     form = f"--rates: {text}: give CLASS:RATE:PROMPT:OUTPUT[:CACHED], such as interactive:20:512:256:0.3"
     try:
         name, *cells = text.split(":")
         priority = Priority(name)
         rate, prompt, output, cached = map(float, cells if len(cells) == 4 else [*cells, "0"])
     except ValueError:
-        raise LoadError(form) from None
+        raise BadLoad(form) from None
     bounds = {"RATE": (rate, 1e-6, 1e7), "PROMPT": (prompt, 1, 1e7), "OUTPUT": (output, 1, 1e7)}
     for what, (value, least, most) in bounds.items():
         if not least <= value <= most:
-            raise LoadError(f"--rates: {text}: {what} is {value:g}, and must be {least:g} to {most:g}")
+            raise BadLoad(f"--rates: {text}: {what} is {value:g}, and must be {least:g} to {most:g}")
     if not 0.0 <= cached < 1.0:
-        raise LoadError(f"--rates: {text}: CACHED is {cached:g}, and must be 0 to below 1")
+        raise BadLoad(f"--rates: {text}: CACHED is {cached:g}, and must be 0 to below 1")
     lengths = round(prompt), round(prompt * cached), round(output)
-    target = targets.get(priority, targets.get(None, LatencyTarget()))
+    target = targets.get(priority, targets.get(None, WantedLatency()))
     return replace(_load(name, rate, [lengths]), priority=priority, ttft_s=target.ttft_s, itl_s=target.itl_s)
 
 
 def windows_of(
-    rows: Iterable[TraceRow], target: LatencyTarget, *, by_length: bool = False
+    rows: Iterable[TraceRow], target: WantedLatency, *, by_length: bool = False
 ) -> list[LoadWindow]:
-    """Return the windows of a trace. Raises LoadError for one with a gap, TraceError."""
+    """Return the windows of a trace. Raises BadLoad for one with a gap, TraceError."""
     windows, bursts, lengths = (
         [],
         _Bursts(),
@@ -187,7 +187,7 @@ def _sharing(part: Sequence[_CachedRow]) -> tuple[float, float]:
 
 
 def _without_gap(rows: Iterable[TraceRow]) -> Iterator[TraceRow]:
-    """Yield the rows. Raises LoadError at their end for a gap that is much longer than the others."""
+    """Yield the rows. Raises BadLoad at their end for a gap that is much longer than the others."""
     longest_s, at_s, count, last_s = 0.0, 0.0, 0, 0.0
     for row in rows:
         if count and row.arrival_s - last_s > longest_s:
@@ -196,7 +196,7 @@ def _without_gap(rows: Iterable[TraceRow]) -> Iterator[TraceRow]:
         yield row
     mean_s = (last_s - longest_s) / max(1, count - 2)
     if longest_s > max(WINDOW_S, GAP_RATIO * mean_s):
-        raise LoadError(
+        raise BadLoad(
             f"--trace: no request arrives from {at_s:g} to {at_s + longest_s:g} s, other gaps are "
             f"{mean_s:.3g} s on average: split the trace there and plan each part"
         )

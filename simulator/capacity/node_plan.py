@@ -12,7 +12,7 @@ from simulator.capacity.load import LoadWindow
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlan:
+class CapacityPlan:
     """Nodes of one type. ``bound`` is that of the class that keeps most of them busy."""
 
     node_type: str
@@ -33,9 +33,9 @@ class NodePlan:
         return self.prefill_nodes + self.decode_nodes + self.headroom_nodes
 
 
-def plan_type(kind: NodeType, windows: Sequence[LoadWindow], zones: int) -> NodePlan | Unfit:
+def plan_type(kind: NodeType, windows: Sequence[LoadWindow], zones: int) -> CapacityPlan | Unfit:
     """Return the nodes of one type that carry every window, or why the type cannot."""
-    most: NodePlan | None = None
+    most: CapacityPlan | None = None
     for window in windows:
         needs = []
         for load in window.loads:
@@ -51,7 +51,7 @@ def plan_type(kind: NodeType, windows: Sequence[LoadWindow], zones: int) -> Node
         one = max((need for _, need in needs), key=lambda need: need.nodes).capacity
         price = kind.price_per_h * nodes or None
         per_token = sum(load.tokens_per_s for load in window.loads) * 3600
-        most = NodePlan(
+        most = CapacityPlan(
             kind.name,
             one.bound,
             nodes,

@@ -20,8 +20,8 @@ from services.controlplane.scaling.policy.placement import FleetPlan, PlanLimits
 from services.core.estimates.node_need import NodeType, Unfit
 from services.core.records import Priority
 from simulator.capacity.check import MIXES, check
-from simulator.capacity.load import LatencyTarget, LoadError, LoadWindow, rate_class, windows_of
-from simulator.capacity.node_plan import NodePlan, dearest, plan_type
+from simulator.capacity.load import BadLoad, LoadWindow, WantedLatency, rate_class, windows_of
+from simulator.capacity.node_plan import CapacityPlan, dearest, plan_type
 from simulator.capacity.node_types import SHIPPED, Basis, NodeTypes, read_node_types
 from simulator.engine.cost_model import cost_model
 from simulator.lab.load.traces import TraceError, read_trace
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             _show_mix(parsed, kinds, dearest(windows, kinds.types))
         else:
             _show_types(parsed, kinds, windows)
-    except (LoadError, TraceError) as error:
+    except (BadLoad, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -54,18 +54,18 @@ def main(arguments: Sequence[str]) -> int:
 def _windows(parsed: argparse.Namespace) -> list[LoadWindow]:
     targets = _targets(parsed)
     if bool(parsed.rates) == (parsed.trace is not None):
-        raise LoadError("--trace, --rates: give one of them: what is planned for is a trace or rates")
+        raise BadLoad("--trace, --rates: give one of them: what is planned for is a trace or rates")
     if parsed.rates:
         loads = tuple(rate_class(text, targets) for text in parsed.rates)
         if len({load.name for load in loads}) < len(loads) and not parsed.mix:
-            raise LoadError("--rates: a class is named twice: give its mean, or --mix for several lengths")
+            raise BadLoad("--rates: a class is named twice: give its mean, or --mix for several lengths")
         return [LoadWindow(0.0, loads)]
     if targets.keys() - {None}:
-        raise LoadError("--ttft, --itl: a trace has no classes: give one target without CLASS")
-    return windows_of(read_trace(parsed.trace), targets.get(None, LatencyTarget()), by_length=parsed.mix)
+        raise BadLoad("--ttft, --itl: a trace has no classes: give one target without CLASS")
+    return windows_of(read_trace(parsed.trace), targets.get(None, WantedLatency()), by_length=parsed.mix)
 
 
-def _targets(parsed: argparse.Namespace) -> dict[Priority | None, LatencyTarget]:
+def _targets(parsed: argparse.Namespace) -> dict[Priority | None, WantedLatency]:
     found: dict[str, dict[Priority | None, float]] = {"--ttft": {}, "--itl": {}}
     for flag, texts in (("--ttft", parsed.ttft), ("--itl", parsed.itl)):
         for text in texts:
@@ -74,11 +74,11 @@ def _targets(parsed: argparse.Namespace) -> dict[Priority | None, LatencyTarget]
                 priority = Priority(name) if name else None
                 value, unit = _SPAN.fullmatch(span).groups()  # type: ignore[union-attr]
             except (ValueError, AttributeError):
-                raise LoadError(f"{flag}: {text}: give [CLASS:]TIME, such as 800ms or batch:60s") from None
+                raise BadLoad(f"{flag}: {text}: give [CLASS:]TIME, such as 800ms or batch:60s") from None
             found[flag][priority] = float(value) / (1000.0 if unit == "ms" else 1.0)
     ttfts, itls = found.values()
     return {
-        each: LatencyTarget(
+        each: WantedLatency(
             ttfts.get(each, ttfts.get(None, math.inf)), itls.get(each, itls.get(None, math.inf))
         )
         for each in dict.fromkeys([*ttfts, *itls])
@@ -87,19 +87,19 @@ def _targets(parsed: argparse.Namespace) -> dict[Priority | None, LatencyTarget]
 
 def _types(parsed: argparse.Namespace) -> NodeTypes:
     if parsed.preset and (parsed.node_types is not None or parsed.mix):
-        raise LoadError("--preset: it names one node without a price: not with --node-types or --mix")
+        raise BadLoad("--preset: it names one node without a price: not with --node-types or --mix")
     if not 1 <= parsed.zones <= 64:
-        raise LoadError(f"--zones: {parsed.zones}: 1 to 64")
+        raise BadLoad(f"--zones: {parsed.zones}: 1 to 64")
     if parsed.now and not parsed.mix:
-        raise LoadError("--now: only a plan of several types starts from present nodes: add --mix")
+        raise BadLoad("--now: only a plan of several types starts from present nodes: add --mix")
     if not parsed.preset:
         return read_node_types(parsed.node_types or SHIPPED).only(parsed.types)
     if parsed.types:
-        raise LoadError("--types: it chooses from --node-types, --preset names one node: give one of them")
+        raise BadLoad("--types: it chooses from --node-types, --preset names one node: give one of them")
     try:
         return NodeTypes((NodeType(parsed.preset, cost_model(parsed.preset)),), {}, {})
     except ValueError as error:
-        raise LoadError(f"--preset: {error}") from None
+        raise BadLoad(f"--preset: {error}") from None
 
 
 def _present(texts: Sequence[str], kinds: NodeTypes) -> PresentFleet:
@@ -107,21 +107,19 @@ def _present(texts: Sequence[str], kinds: NodeTypes) -> PresentFleet:
     for text in texts:
         name, _, count = text.partition("=")
         if not count.isdecimal() or name not in {kind.name for kind in kinds.types}:
-            raise LoadError(f"--now: {text}: give TYPE=NODES with one of the planned types")
+            raise BadLoad(f"--now: {text}: give TYPE=NODES with one of the planned types")
         nodes[name] = int(count)
     return PresentFleet(nodes)
 
 
 def _show_types(parsed: argparse.Namespace, kinds: NodeTypes, windows: Sequence[LoadWindow]) -> None:
     found = {kind.name: plan_type(kind, windows, parsed.zones) for kind in kinds.types}
-    plans = [plan for plan in found.values() if isinstance(plan, NodePlan)]
+    plans = [plan for plan in found.values() if isinstance(plan, CapacityPlan)]
     unfit = {name: plan for name, plan in found.items() if isinstance(plan, Unfit)}
     if not plans:
         field = next(iter(unfit.values())).field
         flag = "--node-types" if field == "kv" else f"--{field}"
-        raise LoadError(
-            f"{flag}: no type serves it: " + "; ".join(f"{n}: {u.text}" for n, u in unfit.items())
-        )
+        raise BadLoad(f"{flag}: no type serves it: " + "; ".join(f"{n}: {u.text}" for n, u in unfit.items()))
     if parsed.output == "json":
         document = {"plans": list(map(asdict, plans)), "unfit": {n: asdict(u) for n, u in unfit.items()}}
         print(json.dumps({**document, "zones": parsed.zones, "basis": kinds.basis}, indent=1))
@@ -132,7 +130,7 @@ def _show_types(parsed: argparse.Namespace, kinds: NodeTypes, windows: Sequence[
     print("\n".join(_assumed(kinds)))
 
 
-def _cells(plan: NodePlan) -> tuple[str, ...]:
+def _cells(plan: CapacityPlan) -> tuple[str, ...]:
     prices = (plan.price_per_h, plan.price_per_1m_tokens)
     sizes = (plan.prefill_nodes, plan.decode_nodes, plan.headroom_nodes)
     return (
@@ -159,7 +157,7 @@ def _show_mix(parsed: argparse.Namespace, kinds: NodeTypes, window: LoadWindow) 
     limits = PlanLimits(zones=parsed.zones)
     plan = plan_fleet(window.loads, kinds.types, _present(parsed.now, kinds), limits)
     if isinstance(plan, Unfit):
-        raise LoadError(f"--mix: {plan.field}: {plan.text}")
+        raise BadLoad(f"--mix: {plan.field}: {plan.text}")
     if parsed.output == "json":
         print(json.dumps({**_document(plan), "zones": parsed.zones, "basis": kinds.basis}, indent=1))
         return

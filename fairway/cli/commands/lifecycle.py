@@ -451,7 +451,6 @@ def up(
 
     \b
     Examples:
-      fairway up
       fairway up --detach --workers 2 --replicas 2
       fairway up --workers 1:4
       fairway up --model-dir ./llama-3.2-1b --http-port 8000

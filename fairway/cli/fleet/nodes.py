@@ -1,7 +1,7 @@
 """Workers of a local installation as nodes that its control planes order and release.
 
-As a program, ``python -m fairway.cli.fleet.nodes SOCKET``, it is the node command of the control planes
-(docs/operations/scaling-use.md): it passes a call from its standard input to the supervisor's socket. The
+As a program, ``python -P -m fairway.cli.fleet.nodes SOCKET``, it is the node command of the control planes
+(docs/operations/scaling.md): it passes a call from its standard input to the supervisor's socket. The
 supervisor answers at once, and starts or stops the worker afterwards.
 """
 
@@ -96,9 +96,9 @@ def main() -> int:
     except (OSError, ValueError) as exc:
         answer = {"error": f"the supervisor does not answer: {exc}"}
     if "error" in answer:
-        print(answer["error"], file=sys.stderr)
+        sys.stderr.write(f"{answer['error']}\n")
         return 1
-    print(json.dumps(answer))
+    sys.stdout.write(f"{json.dumps(answer)}\n")
     return 0
 
 

@@ -29,7 +29,6 @@ from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
-from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
@@ -55,7 +54,6 @@ from services.controlplane.usage.settler import UsageSettler
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
 from services.ports.nodes import NodeProvider
-from services.ports.store import Store
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
 from services.runtime.config import ConfigError
@@ -87,12 +85,9 @@ def controlplane(environment: Environment) -> Role:
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
     scaler, scaling = _open_scaling(environment, fleet, election, queues)
+    led = store, fleet, election, key, clock
     reconciler = Reconciler(
-        store,
-        fleet,
-        election,
-        key,
-        clock,
+        *led,
         rounds,
         events=recorder,
         probes=slis.probes,
@@ -105,51 +100,55 @@ def controlplane(environment: Environment) -> Role:
         await environment.store.found(environment.ids.store_generation())
         if settings.admin_key_file is not None:
             await bootstrap(audited, clock, settings.admin_key_file)
-        environment.supervisor.spawn("fleet informer", fleet.run())
-        environment.supervisor.spawn("election", election.run())
-        environment.supervisor.spawn("reconciler", reconciler.run())
         await _start_nodes(environment, fleet, election, scaler)
-        environment.supervisor.spawn("rollouts", rollouts.run())
-        environment.supervisor.spawn("event recorder", recorder.run())
-        environment.supervisor.spawn("usage ledger", ledger.run())
-        environment.supervisor.spawn("usage settler", settler.run())
-        environment.supervisor.spawn("spend alerts", alerts.run())
-        environment.supervisor.spawn("store events", stores.run())
-        environment.supervisor.spawn("service level indicators", slis.run())
-        environment.supervisor.spawn("objective alerts", burning.run())
+        for name, run in (
+            ("fleet informer", fleet.run),
+            ("election", election.run),
+            ("reconciler", reconciler.run),
+            ("rollouts", rollouts.run),
+            ("event recorder", recorder.run),
+            ("usage ledger", ledger.run),
+            ("usage settler", settler.run),
+            ("spend alerts", alerts.run),
+            ("store events", stores.run),
+            ("service level indicators", slis.run),
+            ("objective alerts", burning.run),
+        ):
+            environment.supervisor.spawn(name, run())
 
     servicer = ControlPlaneServicer(
         service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
     )
-    server = environment.server(
+    reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
+    services = _services(servicer, *reports, KedaServicer(fleet))
+    server = environment.server(*services, identity=keys)
+    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _services(
+    servicer: ControlPlaneServicer, usage: UsageServicer, slis: SliServicer, scaler: KedaServicer
+) -> tuple[RpcService, ...]:
+    """Return what operators call, what gateways and workers report to, and what an autoscaler reads."""
+    return (
         RpcService(
             controlplane_pb2.DESCRIPTOR.services_by_name["ControlPlaneService"],
             controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
             servicer,
         ),
-        *_report_services(store, ledger, slis),
-        RpcService(
-            externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"],
-            externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
-            KedaServicer(fleet),
-        ),
-        identity=keys,
-    )
-    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
-
-
-def _report_services(store: Store, ledger: UsageLedger, slis: SliStore) -> tuple[RpcService, RpcService]:
-    """Return what gateways and workers report to."""
-    return (
         RpcService(
             usage_pb2.DESCRIPTOR.services_by_name["UsageService"],
             usage_pb2_grpc.add_UsageServiceServicer_to_server,
-            UsageServicer(ledger, ListPrices(store)),
+            usage,
         ),
         RpcService(
             slis_pb2.DESCRIPTOR.services_by_name["SliService"],
             slis_pb2_grpc.add_SliServiceServicer_to_server,
-            SliServicer(slis),
+            slis,
+        ),
+        RpcService(
+            externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"],
+            externalscaler_pb2_grpc.add_ExternalScalerServicer_to_server,
+            scaler,
         ),
     )
 

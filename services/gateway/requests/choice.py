@@ -419,7 +419,7 @@ class SharedScores:
     """
 
     def __init__(self, tokens: int, had: int) -> None:
-        """``tokens``: of the prompt, 0 where nothing of it is asked for. ``had``: those of an earlier run."""
+        """``tokens``: of the prompt, 0 where none is wanted. ``had``: those of an earlier run."""
         self._tokens = tokens
         self._had = had
         self._takers: list[Take] = []

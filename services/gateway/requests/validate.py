@@ -567,7 +567,7 @@ def _check_vocabulary(generation: inference_pb2.Generation) -> None:
 
 
 def _needs(generation: inference_pb2.Generation) -> SizeNeeds:
-    """Return what the generation asks of a model, apart from its tokens."""
+    """Return what the generation needs of a model, apart from its tokens."""
     asked = {
         Capability.TOOLS: bool(tool_use(generation).tools),
         Capability.SCHEMAS: generation.sampling.HasField("constraint"),

@@ -38,7 +38,7 @@ from services.core.records import (
     VersionRecord,
     Worker,
 )
-from services.core.scaling import Reason, Scaled, Scaling
+from services.core.scaling import Scaled, Scaling, ScalingReason
 from services.rpc.convert.inference import PRIORITIES, PRIORITY, duration_of, seconds_of, timestamp
 from services.rpc.convert.worker import LOADED, VERSION_STATES
 
@@ -132,7 +132,7 @@ DEPLOYMENT: Final = Mirror(
         "scaling": SCALING.one("scaling", unset=True),
     },
 )
-REASON: Final = Mirror(Reason, pb.ScalingReason)
+REASON: Final = Mirror(ScalingReason, pb.ScalingReason)
 SCALED: Final = Mirror(
     Scaled,
     pb.DeploymentScaling,

@@ -208,12 +208,7 @@ class GatewayNode:
 
     catalog_type: ClassVar[type[WatchedCatalog]] = WatchedCatalog
 
-    def __init__(
-        self,
-        spec: FleetSpec,
-        process: Process,
-        network: Network,
-    ) -> None:
+    def __init__(self, spec: FleetSpec, process: Process, network: Network) -> None:
         self._process = process
         self.name = process.name
         self.draining = False

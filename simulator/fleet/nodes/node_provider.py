@@ -70,7 +70,7 @@ class SimNodes:
         """Nodes whose workers run."""
         return tuple(name for name, one in self._machines.items() if one.runs)
 
-    # --- the port, as ``RemoteNodes`` asks it --------------------------------------------------------
+    # --- the port, as ``RemoteNodes`` calls it ----------------------------------------------------------
 
     async def list(self) -> tuple[ProvidedNode, ...]:
         now_s = self._loop.now_s

@@ -18,8 +18,8 @@ import pytest
 from services.core.estimates.cost_model import PRESETS, encode
 from services.core.estimates.node_need import NodeNeed, NodeType, Unfit, need_of
 from simulator.capacity.check import ATTAINMENT, MIXES, CheckMix, attainment, least_workers, planned
-from simulator.capacity.load import LatencyTarget, LoadError, windows_of
-from simulator.capacity.node_plan import NodePlan, dearest, plan_type
+from simulator.capacity.load import BadLoad, WantedLatency, windows_of
+from simulator.capacity.node_plan import CapacityPlan, dearest, plan_type
 from simulator.capacity.node_types import FIGURES, SHIPPED, Basis, read_node_types
 from simulator.capacity.plan import main
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
@@ -29,7 +29,7 @@ from simulator.lab.load.traces import TraceRow
 
 ROOT = Path(__file__).resolve().parents[3]
 CHAT = "interactive:20:512:256"
-TARGET = LatencyTarget(2.0, 0.1)
+TARGET = WantedLatency(2.0, 0.1)
 
 
 def rows(arrivals: Arrivals, lasts_s: float, *, from_s: float = 0.0, seed: int = 0) -> Iterator[TraceRow]:
@@ -73,8 +73,8 @@ def test_the_peak_decides_not_the_mean() -> None:
     made = [*rows(Poisson(10.0), 120.0), *peak, *rows(Poisson(10.0), 300.0, from_s=180.0)]
     plan = plan_type(NodeType("a10", PRESETS["a10"]), windows_of(made, TARGET), 1)
     alone = plan_type(NodeType("a10", PRESETS["a10"]), windows_of(rows(Poisson(60.0), 60.0), TARGET), 1)
-    assert isinstance(plan, NodePlan)
-    assert isinstance(alone, NodePlan)
+    assert isinstance(plan, CapacityPlan)
+    assert isinstance(alone, CapacityPlan)
     assert plan.peak_s == 120.0
     assert abs(plan.nodes - alone.nodes) <= 1
 
@@ -88,7 +88,7 @@ def test_several_types_are_planned_for_the_dearest_window() -> None:
 
 def test_a_rare_request_that_no_node_holds_is_refused() -> None:
     made = [TraceRow(at / 5, 30_000 if at % 50 == 0 else 500, 100) for at in range(400)]
-    found = plan_type(NodeType("a10", PRESETS["a10"]), windows_of(made, LatencyTarget()), 1)
+    found = plan_type(NodeType("a10", PRESETS["a10"]), windows_of(made, WantedLatency()), 1)
     assert isinstance(found, Unfit)
     assert found.field == "kv"
 
@@ -104,7 +104,7 @@ def test_bursts_within_windows_raise_the_headroom() -> None:
         plan_type(NodeType("a10", PRESETS["a10"]), windows_of(rows(arrivals, 600.0), TARGET), 1)
         for arrivals in (Poisson(20.0), Gamma(20.0, cv=3.0))
     ]
-    smooth, rough = (plan.headroom_nodes for plan in plans if isinstance(plan, NodePlan))
+    smooth, rough = (plan.headroom_nodes for plan in plans if isinstance(plan, CapacityPlan))
     assert rough > 1.5 * smooth
 
 
@@ -134,7 +134,7 @@ def test_a_trace_with_a_gap_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     text = refusal(capsys, "--trace", csv(tmp_path / "gap.csv", iter(made)))
     assert text.startswith("--trace: no request arrives from ")
     assert text.endswith("split the trace there and plan each part")
-    with pytest.raises(LoadError, match="no request arrives"):
+    with pytest.raises(BadLoad, match="no request arrives"):
         windows_of(made, TARGET)
     assert windows_of(rows(Poisson(0.02), 20_000.0), TARGET)  # long gaps are usual here
 

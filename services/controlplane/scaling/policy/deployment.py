@@ -23,14 +23,14 @@ from services.controlplane.scaling.policy.scaler import (
 from services.core.errors import DoesNotFit
 from services.core.estimates.pool_load import PoolLoad
 from services.core.records import Deployment, LoadedVersion, VersionState, Worker
-from services.core.scaling import IDLE_S, START_S, Reason, Scaled, Scaling
+from services.core.scaling import IDLE_S, START_S, Scaled, Scaling, ScalingReason
 
 _LEARN_RATIO: Final = 0.3  # weight of a start in the mean
 _FIRST_RETRY_S: Final = 60.0
 _MAX_RETRY_S: Final = 1800.0
 _SERVES: Final = (VersionState.READY, VersionState.RETIRING, VersionState.RESTARTING)
 
-_IDLE: Final = Reason("idle", 0, "no request needs a replica")
+_IDLE: Final = ScalingReason("idle", 0, "no request needs a replica")
 
 # The assigned replicas by worker and version digest; None: no worker has reported it.
 Replicas = Mapping[tuple[str, str], LoadedVersion | None]
@@ -102,7 +102,7 @@ class DeploymentScaler:
 
     tuning: ScalerTuning = field(default_factory=ScalerTuning)
     starts: StartTimes = field(default_factory=StartTimes)
-    reasons: tuple[Reason, ...] = ()  # those of the last decision, changed or not
+    reasons: tuple[ScalingReason, ...] = ()  # those of the last decision, changed or not
     load: PoolLoad | None = None  # as last reported
     load_unix_s: float = 0.0
     visits: Visits = field(default_factory=Visits)
@@ -144,7 +144,7 @@ class DeploymentScaler:
         elif free and not before.replicas and now.unix_s < before.retry_unix_s:
             self.reasons, after = (_waits(before, now.unix_s),), before
         elif free and self._displaced(now):
-            self.reasons = (Reason("displaced", 0, now.leaving),)
+            self.reasons = (ScalingReason("displaced", 0, now.leaving),)
             after = replace(calm, replicas=0)
         else:
             found = self._decision(now, supply, bounds)
@@ -208,7 +208,7 @@ class DeploymentScaler:
             f"{scaling.max_cost_per_hour:g} is allowed"
         )
         reasons = (
-            Reason("budget", one.replicas, f"{one.text}; {cost}") if one.signal == "maximum" else one
+            ScalingReason("budget", one.replicas, f"{one.text}; {cost}") if one.signal == "maximum" else one
             for one in found.reasons
         )
         return replace(found, reasons=tuple(reasons))
@@ -260,16 +260,18 @@ def _bounds(scaling: Scaling, now: Situation) -> ReplicaBounds:
 def _unobserved(replicas: int, bounds: ReplicaBounds) -> ReplicaDecision:
     """Return the decision without a report: only what operators ask for changes the replicas."""
     if bounds.frozen:
-        return ReplicaDecision(replicas, (Reason("frozen", replicas, "an operator froze the deployment"),))
+        return ReplicaDecision(
+            replicas, (ScalingReason("frozen", replicas, "an operator froze the deployment"),)
+        )
     if bounds.pinned is not None:
         text = f"an operator set {bounds.pinned} replicas"
-        return ReplicaDecision(bounds.pinned, (Reason("override", bounds.pinned, text),))
+        return ReplicaDecision(bounds.pinned, (ScalingReason("override", bounds.pinned, text),))
     kept = min(max(replicas, bounds.least), max(bounds.least, bounds.most))
     text = "no scheduler reports, so the replicas stay as they are within the bounds"
-    return ReplicaDecision(kept, (Reason("unobserved", kept, text),))
+    return ReplicaDecision(kept, (ScalingReason("unobserved", kept, text),))
 
 
-def _waits(failed: Scaled, unix_s: float) -> Reason:
+def _waits(failed: Scaled, unix_s: float) -> ScalingReason:
     left_s = max(0.0, failed.retry_unix_s - unix_s)
     text = f"start {failed.failed_wakes} from zero failed, the next is in {left_s:.0f} s: {failed.failure}"
-    return Reason("failed", 0, text)
+    return ScalingReason("failed", 0, text)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.estimates.pool_load import PoolLoad
-from services.core.scaling import Reason
+from services.core.scaling import ScalingReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class _Signal:
     text: str
 
     @property
-    def reason(self) -> Reason:
-        return Reason(self.name, math.ceil(self.need - 1e-9), self.text)
+    def reason(self) -> ScalingReason:
+        return ScalingReason(self.name, math.ceil(self.need - 1e-9), self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ReplicaDecision:
     """Replicas that the deployment gets, in all and by zone; its reasons, the decisive one first."""
 
     replicas: int
-    reasons: tuple[Reason, ...]
+    reasons: tuple[ScalingReason, ...]
     zones: tuple[tuple[str, int], ...] = ()
 
 
@@ -225,25 +225,29 @@ class PoolScaler:
         reasons = [one.reason for one in signals]
         need = max((one.replicas for one in reasons), default=0)
         if bounds.frozen:
-            reasons.insert(0, Reason("frozen", supply.replicas, "an operator froze the deployment"))
+            reasons.insert(0, ScalingReason("frozen", supply.replicas, "an operator froze the deployment"))
             return self._decision(supply.replicas, reasons, supply)
         if bounds.pinned is not None:
-            reasons.insert(0, Reason("override", bounds.pinned, f"an operator set {bounds.pinned} replicas"))
+            reasons.insert(
+                0, ScalingReason("override", bounds.pinned, f"an operator set {bounds.pinned} replicas")
+            )
             return self._decision(bounds.pinned, reasons, supply)
         if kept > need:
             text = f"{kept} were needed within the last {self.tuning.settle_s:g} s"
-            reasons.append(Reason("settling", kept, text))
+            reasons.append(ScalingReason("settling", kept, text))
         least = max(bounds.least, int(not idle))
         if max(need, kept) < least:
-            reasons.append(Reason("minimum", least, "the least that the deployment keeps"))
+            reasons.append(ScalingReason("minimum", least, "the least that the deployment keeps"))
         wanted = max(need, kept, least)
         if wanted > bounds.most:
-            reasons.append(Reason("maximum", bounds.most, f"{wanted} are needed, {bounds.most} are allowed"))
+            reasons.append(
+                ScalingReason("maximum", bounds.most, f"{wanted} are needed, {bounds.most} are allowed")
+            )
         found = min(wanted, bounds.most)
         reasons.sort(key=lambda one: (one.replicas != found, -one.replicas))
         return self._decision(found, reasons, supply)
 
-    def _decision(self, replicas: int, reasons: list[Reason], supply: Supply) -> ReplicaDecision:
+    def _decision(self, replicas: int, reasons: list[ScalingReason], supply: Supply) -> ReplicaDecision:
         return ReplicaDecision(replicas, tuple(reasons), spread(replicas, supply.zones))
 
     # --- signals ----------------------------------------------------------------------------------------
