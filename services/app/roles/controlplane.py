@@ -120,8 +120,7 @@ def controlplane(environment: Environment) -> Role:
         service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
-    services = _services(servicer, *reports, KedaServicer(fleet))
-    server = environment.server(*services, identity=keys)
+    server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
     return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
 
 
