@@ -71,8 +71,8 @@ class RandomTensors:
     model: ModelConfig
     device: torch.device
 
-    def tensor(self, name: str, *, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor, on the device. Norms are ones, all else is normal."""
+    def tensor(self, name: str, *, dtype: torch.dtype, owned: bool = True) -> torch.Tensor:
+        """Return the tensor, on the device and owned. Norms are ones, all else is normal."""
         shape = expected_shapes(self.model)[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=self.device)

@@ -94,6 +94,7 @@ async def test_a_certificate_opens_the_methods_of_its_role_and_no_other(served: 
             assert code in (LET_IN if role in TABLE[path] else DENIED), (path, code)
             code, _ = await call(channel, path, "admin-key", streams=method.client_streaming)
             is_open = role == OPERATOR and options_pb2.ACCESS_ADMIN in access
+            is_open |= options_pb2.ACCESS_CERTIFICATE in access and role in TABLE[path]
             assert code in (LET_IN if is_open else DENIED), (path, "with a key", code)
 
 
@@ -101,7 +102,8 @@ def test_every_internal_method_names_its_callers() -> None:
     internal = [
         method
         for method in METHODS
-        if options_pb2.ACCESS_INTERNAL in method.GetOptions().Extensions[options_pb2.access]
+        if {options_pb2.ACCESS_INTERNAL, options_pb2.ACCESS_CERTIFICATE}
+        & {*method.GetOptions().Extensions[options_pb2.access]}
     ]
     assert len(internal) == sum(map(bool, TABLE.values())) > 0
     assert {role for roles in TABLE.values() for role in roles} <= set(ROLES)

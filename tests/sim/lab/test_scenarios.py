@@ -14,7 +14,7 @@ from simulator.lab.scenario import Options, ScenarioError
 
 NAMES = (
     "burst", "diurnal", "failover", "flapping-worker", "long-prompts", "network-cuts", "shared-prefixes",
-    "slow-worker", "steady", "whale",
+    "slow-worker", "steady", "whale", "zone-loss",
 )  # fmt: skip
 OWN = '''"""A scenario of one's own."""
 from simulator.fleet.spec import TenantSpec
