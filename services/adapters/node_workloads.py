@@ -74,7 +74,7 @@ class _Workload:
     selector: str
     first_ordinal: int = 0
     orders: dict[str, _Order] = field(default_factory=dict)
-    pods: dict[str, _Pod] = field(default_factory=dict)  # those that run or start, the oldest first
+    pods: dict[str, _Pod] = field(default_factory=dict)  # pods that run or start, the oldest first
 
     @property
     def kind(self) -> str:

@@ -79,7 +79,7 @@ class NodeOrder:
     state: OrderState = OrderState.ORDERED
     node: str = ""  # its worker; empty until the provider names it
     ended_unix_s: float = 0.0
-    reason: str = ""  # for which deployment it was made, or why it failed
+    reason: str = ""  # deployment that it was made for, or why it failed
     ends_unix_s: float = 0.0  # the end of its node that the provider announced; 0: none
 
     @property

@@ -64,7 +64,7 @@ class EgressBucket:
 class EgressWait:
     """Output that waits for the rates. Its owner changes ``wanted``; ``give`` receives what may leave."""
 
-    bucket: EgressBucket  # that of its stream
+    bucket: EgressBucket  # the bucket of its stream
     give: Callable[[int], None]
     whole: bool = False  # whether it leaves at once, as an answer does
     wanted: int = 0
@@ -76,7 +76,7 @@ class TenantEgress:
 
     def __init__(self) -> None:
         self.bucket = EgressBucket()
-        self.waits: dict[EgressWait, None] = {}  # in order of what left last
+        self.waits: dict[EgressWait, None] = {}  # waits, the one that received tokens longest ago first
         self.held_s = 0.0  # time that all of them waited
 
     def rests(self, rates: EgressRates) -> bool:

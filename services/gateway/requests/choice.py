@@ -306,7 +306,7 @@ class ChoiceRun(SequenceAttempts):
             return await self._attempt(start, self)
         finally:
             if self._egress is not None and self._earned is not None:
-                unused = self._limit - len(self._produced)  # on its way, if the worker waited for credit
+                unused = self._limit - len(self._produced)  # credit on its way, if the worker waited for some
                 waited = self._egress.leave(self._earned, unused)
                 self._held = waited or (self._paid > 0 and unused > 0)
 

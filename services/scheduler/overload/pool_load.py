@@ -79,12 +79,12 @@ class PoolWork:
     A request that is shed counts as arrived at its first attempt, because it is demand too.
     """
 
-    target_s: Callable[[Priority], float]  # of a class without an objective
+    target_s: Callable[[Priority], float]  # target of a class without an objective
     arrived: dict[Priority, float] = field(default_factory=dict)
     waiting: dict[Priority, float] = field(default_factory=dict)
-    targets: dict[Priority, float] = field(default_factory=dict)  # those of the last arrivals
+    targets: dict[Priority, float] = field(default_factory=dict)  # targets of the last arrivals
     queued: int = 0
-    waits_since_s: float = math.inf  # since when a placement has waited
+    waits_since_s: float = math.inf  # time since which a placement has waited
     measured_rate: float | None = None  # tokens per second of one worker, while work has waited for long
     # Prompt, cached and output tokens of requests that ended, and their mean output.
     ended: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MIX_REQUESTS))

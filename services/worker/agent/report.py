@@ -17,7 +17,7 @@ from services.worker.streams.host import SequenceHost
 from services.worker.streams.live_sequence import WorkerSequence
 from services.worker.streams.sequences import SequenceTable
 
-PREEMPTIBLE_LABEL: Final = "preemptible"  # with the value "true": its node may be taken away
+PREEMPTIBLE_LABEL: Final = "preemptible"  # label whose value "true" marks a node that may be taken away
 MAX_TENANTS: Final = 4096
 MAX_USAGE: Final = 4096
 

@@ -44,7 +44,7 @@ class Situation:
     decided: Scaled | None  # the stored decision
     replicas: Replicas
     load: PoolLoad | None
-    epoch: int  # of the leader that decides
+    epoch: int  # epoch of the leader that decides
     unix_s: float
     now_s: float
     replica_cost: float = 0.0  # the most that a node costs per hour that may run it; 0: unknown
@@ -102,8 +102,8 @@ class DeploymentScaler:
 
     tuning: ScalerTuning = field(default_factory=ScalerTuning)
     starts: StartTimes = field(default_factory=StartTimes)
-    reasons: tuple[ScalingReason, ...] = ()  # those of the last decision, changed or not
-    load: PoolLoad | None = None  # as last reported
+    reasons: tuple[ScalingReason, ...] = ()  # reasons of the last decision, changed or not
+    load: PoolLoad | None = None  # the latest report
     load_unix_s: float = 0.0
     visits: Visits = field(default_factory=Visits)
     _scaler: PoolScaler | None = None

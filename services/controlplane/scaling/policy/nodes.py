@@ -48,7 +48,7 @@ class MissingReplicas:
 @dataclass(frozen=True, slots=True)
 class NodeSituation:
     orders: Sequence[NodeOrder]
-    provided: Sequence[ProvidedNode]  # as the provider lists them
+    provided: Sequence[ProvidedNode]  # the provider's list
     live: Collection[str]  # registered workers
     idle_since_s: Mapping[str, float]  # live workers without an assignment
     needs: Sequence[MissingReplicas]

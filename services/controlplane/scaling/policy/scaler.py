@@ -36,7 +36,7 @@ class Zone:
 
     name: str
     replicas: int = 0
-    price: float = 0.0  # of a replica, per hour
+    price: float = 0.0  # price of a replica, per hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class PoolScaler:
     _busy_s: float = -math.inf
     _arrived: float = 0.0
     busy: float = 0.0  # replicas of work with a target that arrived at the last decision
-    growth_variance: float = 0.0  # of the change of ``busy`` within a start time
+    growth_variance: float = 0.0  # variance of the change of ``busy`` within a start time
     _sampled: tuple[float, float] | None = None  # time and ``busy`` at the last sample of growth
 
     def __post_init__(self) -> None:
