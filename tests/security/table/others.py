@@ -42,6 +42,7 @@ ROLES: Final = {
     "ControlPlaneService": "controlplane",
     "UsageService": "controlplane",
     "SliService": "controlplane",
+    "ExternalScaler": "controlplane",
 }
 _MALFORMED: Final = {
     "no message": b"\xff" * 64,

@@ -143,7 +143,8 @@ async def rpc_cells(stack: Stack, callers: Callers, cells: Cells) -> None:
             for method, role in _methods():
                 rule = set(method.GetOptions().Extensions[options_pb2.access])
                 # A role without callers of its own reads no keys: every credential is one of a wrong kind.
-                codes = _DENIED if rule == {options_pb2.ACCESS_INTERNAL} else _DENIED[:1]
+                closed = rule == {options_pb2.ACCESS_CERTIFICATE}  # to an operator's, whatever the key is
+                codes = _DENIED if rule == {options_pb2.ACCESS_INTERNAL} or closed else _DENIED[:1]
                 for who, text in callers.bad.items():
                     group.create_task(one(method, role, who, text, codes))
                 for who, (text, of) in callers.good.items():
