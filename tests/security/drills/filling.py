@@ -183,7 +183,9 @@ async def redis_filled(target: Target) -> Found:
     """One tenant's keys and stored responses against little memory; another tenant uses keys meanwhile."""
     client, found = redis_of(pid_of(target, "gateway")), Found()
     info = await client.info("memory")
-    before, most = info["maxmemory"], int(info["used_memory"]) + REDIS_ROOM_BYTES
+    used = int(info["used_memory"])
+    # What earlier attacks left is a third at most, so that the reserve is reached by this tenant or not at all.
+    before, most = info["maxmemory"], max(used + REDIS_ROOM_BYTES, 3 * used)
     refused = await _oom(client)
     await client.config_set("maxmemory", most)
     try:
@@ -211,7 +213,8 @@ async def _hoard(target: Target, found: Found) -> None:
         lines = (keyed, f"content-length: {len(data)}", "connection: close")
         status, answer = await answer_of(gateway.http, head(path, target.keys[tenant], *lines) + data)
         error = answer.get("error") or {}
-        counts[f"{status} {error.get('code', '')}".strip()] += 1
+        full = str(error.get("message", "")).split(":")[0] if status == 507 else ""
+        counts[f"{status} {error.get('code', '')} {full}".strip()] += 1
 
     async def hoard(gateway: Gateway) -> None:
         while now_s() < ends_s:
