@@ -184,7 +184,7 @@ async def redis_filled(target: Target) -> Found:
     client, found = redis_of(pid_of(target, "gateway")), Found()
     info = await client.info("memory")
     used = int(info["used_memory"])
-    # What earlier attacks left is a third at most, so that the reserve is reached by this tenant or not at all.
+    # What earlier attacks left is a third at most, so that this tenant alone could reach the reserve.
     before, most = info["maxmemory"], max(used + REDIS_ROOM_BYTES, 3 * used)
     refused = await _oom(client)
     await client.config_set("maxmemory", most)
