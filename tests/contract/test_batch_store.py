@@ -16,7 +16,7 @@ import pytest_asyncio
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.memory.store import MemoryStore
 from services.core.errors import Conflict, NotFound
-from services.gateway.batches.records import (
+from services.core.batches import (
     BatchRecord,
     BatchStatus,
     FilePart,

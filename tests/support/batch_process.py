@@ -20,7 +20,7 @@ from services.core.records import Meta, Tenant, load
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BATCH_OWNERS, BATCHES, BatchRecord
+from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord
 from services.gateway.batches.store import BatchStore
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer

@@ -14,7 +14,7 @@ from services.adapters.record_cipher import RecordCipher
 from services.core.records import load
 from services.gateway.batches.files import FileLimits, FileService
 from services.gateway.batches.owner import OwnerRecord
-from services.gateway.batches.records import BATCH_OWNERS, BATCHES, FILES, BatchRecord, StoredFile
+from services.core.batches import BATCH_OWNERS, BATCHES, FILES, BatchRecord, StoredFile
 from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.ports.blob_store import BlobStore

@@ -16,7 +16,7 @@ from services.core.records import Gateway
 from services.gateway.batches.files import FileLimits, FileService
 from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
 from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCH_OWNERS,
     BATCHES,
     FILES,

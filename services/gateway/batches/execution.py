@@ -49,7 +49,7 @@ from services.gateway.batches.lines import (
     parse_line,
 )
 from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
+from services.core.batches import (
     MAX_LINES,
     BatchProblem,
     BatchRecord,

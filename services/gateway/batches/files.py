@@ -27,7 +27,7 @@ from services.core.errors import (
     OverQuota,
     ShareExceeded,
 )
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCHES,
     FILES,
     PART_BYTES,

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from services.core.errors import IntegrityError
-from services.gateway.batches.records import (
+from services.core.batches import (
     MAX_LINES,
     MAX_PARTS,
     MAX_PROBLEMS,

@@ -21,7 +21,7 @@ from services.core.errors import StoreUnavailable
 from services.core.fixed_cost.turns import TenantTurns
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCH_OWNERS,
     BatchRecord,
     BatchStatus,

@@ -12,7 +12,7 @@ from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Tenant
 from services.gateway.batches.lines import LineAnswer
-from services.gateway.batches.records import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
+from services.core.batches import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
 from services.gateway.batches.store import BatchStore
 from services.ports.clock import Clock
 

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from services.core.errors import Conflict, NotFound, StoreUnavailable
 from services.core.records import dump, load
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCH_ID,
     BATCHES,
     FILE_ID,

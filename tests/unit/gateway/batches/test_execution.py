@@ -18,7 +18,7 @@ from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
+from services.core.batches import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.memory_batches import BatchStack, batch_stack

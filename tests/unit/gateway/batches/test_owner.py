@@ -19,7 +19,7 @@ from services.core.records import KeyRole, Meta, Tenant, dump
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
+from services.core.batches import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
 from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation, Put
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor

@@ -18,7 +18,7 @@ from services.gateway.batches.lines import (
     early_bytes,
     early_results,
 )
-from services.gateway.batches.records import BatchRecord, FilePart
+from services.core.batches import BatchRecord, FilePart
 
 RECORD = BatchRecord("batch_1", "acme", "k", "/v1/completions", "file-1", "file-2", "file-3", "24h", 1.0, 2.0)
 
