@@ -18,15 +18,6 @@ from typing import Final
 import structlog
 
 from services.adapters.blobs.sealed import SealedParts
-from services.core.errors import (
-    Conflict,
-    FairwayError,
-    IdempotencyConflict,
-    InvalidInput,
-    NotFound,
-    OverQuota,
-    ShareExceeded,
-)
 from services.core.batches import (
     BATCHES,
     FILES,
@@ -37,6 +28,15 @@ from services.core.batches import (
     StoredFile,
     file_key,
     id_of_key,
+)
+from services.core.errors import (
+    Conflict,
+    FairwayError,
+    IdempotencyConflict,
+    InvalidInput,
+    NotFound,
+    OverQuota,
+    ShareExceeded,
 )
 from services.gateway.batches.store import BatchStore
 from services.gateway.service_types import subtract

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from services.core.errors import Conflict, NotFound, StoreUnavailable
-from services.core.records import dump, load
 from services.core.batches import (
     BATCH_ID,
     BATCHES,
@@ -25,6 +23,8 @@ from services.core.batches import (
     file_key,
     owner_key,
 )
+from services.core.errors import Conflict, NotFound, StoreUnavailable
+from services.core.records import dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,

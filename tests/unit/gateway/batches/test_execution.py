@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from services.core import errors
+from services.core.batches import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.core.batches import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.memory_batches import BatchStack, batch_stack
@@ -166,6 +166,7 @@ async def rig_of(data: bytes, store: Callable[[BatchStack], BatchStore] | None =
         count=lambda _: None,
         room_bytes=stack.files.room_bytes,
         retention_s=lambda _: 30 * 86_400.0,
+        deployment_of=str,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0, grace_s=0.05),
     )
