@@ -143,8 +143,8 @@ class BatchExecution:
             )
         else:
             models = Counter[str]()
-            for name, lines in check.models.items():
-                models[self._ports.deployment_of(name)] += lines
+            for name, count in check.models.items():
+                models[self._ports.deployment_of(name)] += count
             record = replace(
                 record,
                 status=BatchStatus.IN_PROGRESS,
