@@ -402,11 +402,13 @@ def zones_need(busy: float, zones: tuple[Zone, ...]) -> float:
     if need <= 1.0:
         return need
     left, counts = math.ceil(busy - 1e-9), [one.replicas for one in zones]
-    if sum(counts) - max(counts) >= left:
-        return left + math.ceil(left / (len(zones) - 1))
-    while sum(counts) - max(counts) < left:
-        counts[counts.index(min(counts))] += 1
-    return sum(counts)
+    if sum(counts) - max(counts) < left:
+        while sum(counts) - max(counts) < left:
+            counts[counts.index(min(counts))] += 1
+        return sum(counts)
+    while sum(counts) - max(counts) >= left:
+        counts[counts.index(max(counts))] -= 1
+    return sum(counts) + 1
 
 
 def spread(replicas: int, zones: tuple[Zone, ...]) -> tuple[tuple[str, int], ...]:

@@ -85,7 +85,7 @@ class OnceCalls:
             await self.hold.wait()
         self.runs[key] += 1
         wrong = errors.InvalidInput("bad", field="x") if json.loads(body).get("bad") else None
-        self.answers[key] = wrong or LineAnswer(200, body, "req_1")
+        self.answers[key] = wrong or LineAnswer(200, body, "req_1", work=7.0)
         del self.running[key]
 
     def refusal(self, error: errors.FairwayError) -> LineAnswer:
@@ -197,6 +197,18 @@ async def test_every_line_is_answered_and_the_bad_ones_are_in_the_error_file() -
     assert set(rig.calls.runs.values()) == {1}
 
 
+async def test_a_batch_states_its_lines_by_deployment_and_what_they_took() -> None:
+    named: list[Any] = [*["chat"] * 6, *["small"] * 3, "x" * 5000, 7, "bad"]
+    rig = await rig_of(lines_of([{"model": name, "bad": name == "bad"} for name in named]))
+    rig.ports = replace(rig.ports, deployment_of=lambda name: "chat" if name == "small" else name)
+    ended = await rig.run()
+    assert (ended.models, ended.lines) == ({"chat": 9, "bad": 1}, 12), "names that are none count nowhere"
+    assert ended.work == 7.0 * 11
+    assert ended.lines_left("chat") == 0.0
+    half = replace(ended, status=BatchStatus.IN_PROGRESS, next_line=6)
+    assert (half.lines_left("chat"), half.lines_left("other")) == (4.5, 0.0)
+
+
 async def test_bad_input_fails_with_the_lines_and_runs_nothing() -> None:
     rig = await rig_of(lines_of([{}]) + b"{\n" + lines_of([{}]))
     ended = await rig.run()
@@ -239,6 +251,7 @@ async def test_kills_lose_and_double_nothing(seed: int) -> None:
     assert len(rig.calls.runs) == 60
     record = await rig.record()
     assert (record.completed, record.failed, record.early) == (len(output), len(failed), ())
+    assert record.work == 7.0 * record.completed, "each line's once, also of results that were stored early"
     assert kills > 0
 
 
