@@ -196,7 +196,7 @@ def test_a_zone_is_lost_and_the_first_class_still_has_its_replicas() -> None:
 @given(st.floats(0.0, 30.0), st.lists(st.integers(0, 12), min_size=2, max_size=5))
 def test_a_zone_may_be_lost_where_replicas_go_as_the_planner_puts_them(busy: float, have: list[int]) -> None:
     """It fills the zone with the fewest, and takes from the one with the most."""
-    counts = list(have)
+    counts, need = list(have), 0
     for _ in range(4):
         need = math.ceil(zones_need(busy, tuple(Zone(str(at), each) for at, each in enumerate(counts))))
         while sum(counts) < need:
