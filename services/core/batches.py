@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-# Outside the root of the fleet's state: a batch writes often, and only gateways read it.
+# Outside the root of the fleet's state: a batch writes often. Gateways read it, and control
+# planes for the deadlines of lines.
 FILES: Final = "/fairway/v1-files/"
 BATCHES: Final = "/fairway/v1-batches/"
 # Under the lease of the gateway that runs the batch. The key's create_revision fences its writes.

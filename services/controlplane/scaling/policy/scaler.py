@@ -7,7 +7,7 @@ for that time:
 1. sustained: work of classes with a target, with headroom for how far its rate moves within ``start_s``
 2. reserve: the mean of that work, and a share of it for excursions that end before a replica starts
 3. excursion: work that arrives now, where it is far above that and is expected to last
-4. deadlines: work without a target, spread over the time that it has
+4. deadlines: work without a target, spread over the time that it has, an hour where it has none
 5. backlog: work that will still wait then, to be served in the time that a replica takes to start
 6. zone: enough replicas for the first class when a zone is lost
 7. burn: misses of an objective while work waits, whatever the figures above

@@ -272,6 +272,7 @@ async def test_results_behind_a_line_without_a_worker_outlive_the_records_of_the
     rig.calls.unavailable = ""
     ended = await rig.run()
     assert (ended.status, ended.completed, ended.failed, ended.early) == (BatchStatus.COMPLETED, 60, 0, ())
+    assert ended.work == 7.0 * 60, "what early results took is stored with them"
     output, failed = await rig.written()
     assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(60)]
     assert failed == []
