@@ -4120,6 +4120,7 @@ class DeploymentScaling(_message.Message):
     FAILED_WAKES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     RETRY_TIME_FIELD_NUMBER: _builtins.int
+    ZONES_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     replicas: _builtins.int
     """As it was decided last; before the first decision, the deployment's own number."""
@@ -4157,6 +4158,10 @@ class DeploymentScaling(_message.Message):
 
     @_builtins.property
     def retry_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def zones(self) -> _containers.RepeatedCompositeFieldContainer[Global___ZoneReplicas]:
+        """The wanted replicas in each zone that has a node for them. Empty before a decision of the present leader."""
+
     def __init__(
         self,
         *,
@@ -4175,14 +4180,37 @@ class DeploymentScaling(_message.Message):
         failed_wakes: _builtins.int = ...,
         failure: _builtins.str = ...,
         retry_time: _timestamp_pb2.Timestamp | None = ...,
+        zones: _abc.Iterable[Global___ZoneReplicas] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decide_time", b"decide_time", "load", b"load", "observe_time", b"observe_time", "retry_time", b"retry_time", "scaling", b"scaling", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decide_time", b"decide_time", "deployment", b"deployment", "epoch", b"epoch", "failed_wakes", b"failed_wakes", "failure", b"failure", "load", b"load", "observe_time", b"observe_time", "present_reasons", b"present_reasons", "ready_replicas", b"ready_replicas", "reasons", b"reasons", "replicas", b"replicas", "retry_time", b"retry_time", "scaling", b"scaling", "start", b"start", "starting_replicas", b"starting_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decide_time", b"decide_time", "deployment", b"deployment", "epoch", b"epoch", "failed_wakes", b"failed_wakes", "failure", b"failure", "load", b"load", "observe_time", b"observe_time", "present_reasons", b"present_reasons", "ready_replicas", b"ready_replicas", "reasons", b"reasons", "replicas", b"replicas", "retry_time", b"retry_time", "scaling", b"scaling", "start", b"start", "starting_replicas", b"starting_replicas", "zones", b"zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeploymentScaling: _TypeAlias = DeploymentScaling  # noqa: Y015
+
+@_typing.final
+class ZoneReplicas(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ZONE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    zone: _builtins.str
+    replicas: _builtins.int
+    def __init__(
+        self,
+        *,
+        zone: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ZoneReplicas: _TypeAlias = ZoneReplicas  # noqa: Y015
 
 @_typing.final
 class ListScalingResponse(_message.Message):

@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,6 +21,31 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RateBound:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RateBoundEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RateBound.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RATE_BOUND_UNSPECIFIED: _RateBound.ValueType  # 0
+    RATE_BOUND_PREFILL: _RateBound.ValueType  # 1
+    RATE_BOUND_DECODE: _RateBound.ValueType  # 2
+    RATE_BOUND_KV: _RateBound.ValueType  # 3
+    RATE_BOUND_ITL: _RateBound.ValueType  # 4
+    """The declared target of the time between tokens."""
+    RATE_BOUND_SEQUENCES: _RateBound.ValueType  # 5
+
+class RateBound(_RateBound, metaclass=_RateBoundEnumTypeWrapper): ...
+
+RATE_BOUND_UNSPECIFIED: RateBound.ValueType  # 0
+RATE_BOUND_PREFILL: RateBound.ValueType  # 1
+RATE_BOUND_DECODE: RateBound.ValueType  # 2
+RATE_BOUND_KV: RateBound.ValueType  # 3
+RATE_BOUND_ITL: RateBound.ValueType  # 4
+"""The declared target of the time between tokens."""
+RATE_BOUND_SEQUENCES: RateBound.ValueType  # 5
+Global___RateBound: _TypeAlias = RateBound  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
@@ -825,6 +851,7 @@ class PoolReport(_message.Message):
     ROW_SLOTS_FIELD_NUMBER: _builtins.int
     ROW_US_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_S_FIELD_NUMBER: _builtins.int
     version_digest: _builtins.str
     kv_blocks_total: _builtins.int
     kv_blocks_reserved: _builtins.int
@@ -865,6 +892,8 @@ class PoolReport(_message.Message):
     """Pools of one worker with the same value are versions of one engine: each has all its levels, and a sequence of
     any takes room and places of all. Empty: an engine of its own.
     """
+    itl_target_s: _builtins.float
+    """The tightest ITL target that an objective gives the versions of its engine. 0: none."""
     @_builtins.property
     def prefix_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prefix blocks (of 64 tokens) that appeared in and disappeared from the cache since the last report. In
@@ -909,10 +938,11 @@ class PoolReport(_message.Message):
         row_slots: _builtins.int = ...,
         row_us: _builtins.int = ...,
         engine: _builtins.str = ...,
+        itl_target_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "engine", b"engine", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "row_slots", b"row_slots", "row_us", b"row_us", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "block_size", b"block_size", "decode_tokens", b"decode_tokens", "engine", b"engine", "itl_target_s", b"itl_target_s", "kv_blocks_reserved", b"kv_blocks_reserved", "kv_blocks_total", b"kv_blocks_total", "long_prefills", b"long_prefills", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "prefill_tokens", b"prefill_tokens", "prefix_added", b"prefix_added", "prefix_removed", b"prefix_removed", "prefix_shared", b"prefix_shared", "prefix_unshared", b"prefix_unshared", "queued_prefill_tokens", b"queued_prefill_tokens", "ready", b"ready", "row_slots", b"row_slots", "row_us", b"row_us", "running", b"running", "step_seconds", b"step_seconds", "steps", b"steps", "version_digest", b"version_digest", "waiting", b"waiting", "yields_to_rank", b"yields_to_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1280,14 +1310,22 @@ class ClassLoad(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
+    BURN_RATIO_FIELD_NUMBER: _builtins.int
     priority: _common_pb2.Priority.ValueType
     waiting: _builtins.float
     """Work in the queue."""
     arrived: _builtins.float
     """Work that arrived since the leader began to count."""
+    burn_ratio: _builtins.float
+    """How many times too fast the budget of its objective is spent that more replicas may save. Only in ListScaling."""
     @_builtins.property
     def target(self) -> _duration_pb2.Duration:
         """Time to the first token that they are served for. Absent: none."""
+
+    @_builtins.property
+    def due(self) -> _containers.RepeatedCompositeFieldContainer[Global___DueWork]:
+        """Of lines of batches, by deadline. Only in ListScaling."""
 
     def __init__(
         self,
@@ -1296,14 +1334,39 @@ class ClassLoad(_message.Message):
         target: _duration_pb2.Duration | None = ...,
         waiting: _builtins.float = ...,
         arrived: _builtins.float = ...,
+        due: _abc.Iterable[Global___DueWork] | None = ...,
+        burn_ratio: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "burn_ratio", b"burn_ratio", "due", b"due", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClassLoad: _TypeAlias = ClassLoad  # noqa: Y015
+
+@_typing.final
+class DueWork(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEFT_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    work: _builtins.float
+    @_builtins.property
+    def left(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        left: _duration_pb2.Duration | None = ...,
+        work: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["left", b"left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DueWork: _TypeAlias = DueWork  # noqa: Y015
 
 @_typing.final
 class PoolLoad(_message.Message):
@@ -1316,6 +1379,7 @@ class PoolLoad(_message.Message):
     REQUEST_WORK_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     REPORTER_FIELD_NUMBER: _builtins.int
+    RATE_BOUND_FIELD_NUMBER: _builtins.int
     rate: _builtins.float
     """Work per second of one replica. 0: none was measured."""
     request_work: _builtins.float
@@ -1324,6 +1388,8 @@ class PoolLoad(_message.Message):
     """Requests that wait while no replica serves."""
     reporter: _builtins.int
     """The epoch of the scheduler that counted."""
+    rate_bound: Global___RateBound.ValueType
+    """What keeps the rate from being higher. Unspecified: it was measured."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLoad]: ...
     def __init__(
@@ -1334,10 +1400,11 @@ class PoolLoad(_message.Message):
         request_work: _builtins.float = ...,
         held: _builtins.int = ...,
         reporter: _builtins.int = ...,
+        rate_bound: Global___RateBound.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "held", b"held", "rate", b"rate", "reporter", b"reporter", "request_work", b"request_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "held", b"held", "rate", b"rate", "rate_bound", b"rate_bound", "reporter", b"reporter", "request_work", b"request_work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

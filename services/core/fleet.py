@@ -72,6 +72,8 @@ class PoolSnapshot:
     # Pools of one worker with the same value are versions of one engine: its levels, room and slots are in
     # each of them. Empty: an engine of its own.
     engine: str = ""
+    # The tightest ITL target that an objective gives the versions of its engine; 0: none.
+    itl_target_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

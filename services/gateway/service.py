@@ -186,6 +186,11 @@ class GatewayService:
         """Return the most tokens of a prompt and its output together."""
         return self._catalog.max_context_tokens(route.version_digest)
 
+    def deployment_of(self, model: str) -> str:
+        """Return the deployment that a name stands for; the smallest of an alias of several."""
+        alias = self._catalog.alias(model)
+        return alias.sizes[0].deployment if alias is not None and alias.sizes else self._catalog.named(model)
+
     @asynccontextmanager
     async def _counted(self, principal: Principal) -> AsyncIterator[None]:
         """Count a call that only tokenises against its bounds. Raises RequestRateExceeded."""

@@ -15,14 +15,14 @@ import pytest_asyncio
 
 from services.adapters.etcd.store import EtcdStore
 from services.adapters.memory.store import MemoryStore
-from services.core.errors import Conflict, NotFound
-from services.gateway.batches.records import (
+from services.core.batches import (
     BatchRecord,
     BatchStatus,
     FilePart,
     FilePurpose,
     StoredFile,
 )
+from services.core.errors import Conflict, NotFound
 from services.gateway.batches.store import ENDING_S, BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Store
 from services.runtime.clock import SystemClock

@@ -16,10 +16,9 @@ import pytest
 
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.etcd.store import EtcdStore
+from services.core.batches import BatchRecord, BatchStatus, OwnerRecord, owner_key
 from services.core.generation import Principal
 from services.core.records import KeyRole, load
-from services.gateway.batches.owner import OwnerRecord
-from services.gateway.batches.records import BatchRecord, BatchStatus, owner_key
 from services.runtime.clock import SystemClock
 from tests.conftest import Server
 from tests.support.batch_process import LEASE_S

@@ -14,17 +14,21 @@ from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.etcd.store import EtcdStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import decode
+from services.controlplane.objectives.policy.book import ObjectivesByClass
+from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
-from services.controlplane.scaling.controller import ScalingController
+from services.controlplane.scaling.controller import ScalingController, advancing
 from services.controlplane.scaling.policy.scaler import ScalerTuning
 from services.controlplane.scaling.servicer import ScalingListing
 from services.controlplane.telemetry import ScalingTelemetry
+from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.errors import NoLeader, NotFound
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     EVENTS,
+    OBJECTIVES,
     ROOT,
     SCALED,
     WORKERS,
@@ -33,6 +37,7 @@ from services.core.records import (
     EventRecord,
     Leader,
     Meta,
+    Objective,
     Priority,
     Worker,
     dump,
@@ -42,10 +47,12 @@ from services.core.records import (
 from services.core.scaling import Scaled, Scaling
 from services.ports.store import Delete, Put, Store
 from services.runtime.clock import SystemClock
+from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
 from tests.support.election import StaticElection
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.scaling import NoScaling
 
 KEY = leader_key("controlplane")
@@ -73,6 +80,8 @@ class Plane:
     listing: ScalingListing
     election: Any
     campaign: asyncio.Task[None] | None
+    slis: SliStore
+    objectives: Callable[[], ObjectivesByClass]
 
 
 @asynccontextmanager
@@ -87,6 +96,11 @@ async def control_plane(
     if leads is None:
         leads = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
         campaign = supervisor.spawn("election", leads.run())
+    batches = Informer(store, BATCHES, lambda entry: load(entry.value, BatchRecord), CLOCK)
+    owners = Informer(store, BATCH_OWNERS, lambda entry: load(entry.value, OwnerRecord), CLOCK)
+    promised = Informer(store, OBJECTIVES, lambda entry: load(entry.value, Objective), CLOCK)
+    index = ObjectiveIndex(promised)
+    slis = SliStore(MemoryLedger(), CLOCK, leads, lambda: index.by_class)
     scaling = ScalingController(
         store,
         informer,
@@ -94,15 +108,20 @@ async def control_plane(
         KEY,
         CLOCK,
         loads=scheduler,
+        burn_of=slis.burn_of,
+        batches=lambda: advancing(batches.view, owners.view),
         tuning=ScalerTuning(settle_s=3.0),
         telemetry=ScalingTelemetry(),
     )
-    supervisor.spawn("informer", informer.run())
+    for each in (informer, batches, owners, promised):
+        supervisor.spawn(f"informer of {each.prefix}", each.run())
+    supervisor.spawn("indicators", slis.run())
     supervisor.spawn("scaling", scaling.run())
     supervisor.spawn("events", events.run())
     supervisor.spawn("reconciler", Reconciler(store, informer, leads, KEY, CLOCK, events=events).run())
     try:
-        yield Plane(scaling, ScalingListing(store, scaling, NoScaling()), leads, campaign)
+        listing = ScalingListing(store, scaling, NoScaling())
+        yield Plane(scaling, listing, leads, campaign, slis, lambda: index.by_class)
         assert supervisor.healthy, supervisor.failures
     finally:
         await supervisor.close()

@@ -14,13 +14,13 @@ from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.etcd.store import EtcdStore
 from services.app.roles.gateway_batches import status_of
+from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Meta, Tenant, load
 from services.gateway.batches.lines import LineAnswer
-from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
+from services.gateway.batches.owner import BatchOwner, OwnerLimits
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BATCH_OWNERS, BATCHES, BatchRecord
 from services.gateway.batches.store import BatchStore
 from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
@@ -62,6 +62,7 @@ async def main(endpoint: str, folder: Path, name: str) -> None:
         count=lambda _: None,
         room_bytes=lambda _: 1024**3,
         retention_s=lambda _: 30 * 86_400.0,
+        deployment_of=str,
         max_line_bytes=1000,
         times=BatchTimes(commit_s=0.1),
     )

@@ -11,10 +11,9 @@ from typing import Any
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.memory.store import MemoryStore
 from services.adapters.record_cipher import RecordCipher
+from services.core.batches import BATCH_OWNERS, BATCHES, FILES, BatchRecord, OwnerRecord, StoredFile
 from services.core.records import load
 from services.gateway.batches.files import FileLimits, FileService
-from services.gateway.batches.owner import OwnerRecord
-from services.gateway.batches.records import BATCH_OWNERS, BATCHES, FILES, BatchRecord, StoredFile
 from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.ports.blob_store import BlobStore

@@ -13,7 +13,7 @@ from fairway.cli import completion
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, OutputOption, span_s
-from fairway.cli.terminal.cells import duration, moment, priority, show_span
+from fairway.cli.terminal.cells import duration, enum_name, moment, priority, show_span
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import out, plain
@@ -181,6 +181,8 @@ def explanation(found: cp.DeploymentScaling, unix_s: float) -> list[str]:
     if found.present_reasons:
         lines.append("the signals now ask for:")
         lines += _reasons(found.present_reasons)
+    if found.zones:
+        lines.append("zones: " + ", ".join(f"{one.replicas} in {one.zone}" for one in found.zones))
     if found.HasField("load"):
         lines.append(f"signals of {ago(found.observe_time)}:")
         lines += _load(found.load)
@@ -196,12 +198,18 @@ def _reasons(reasons: Sequence[cp.ScalingReason]) -> list[str]:
 
 def _load(load: scheduler_pb2.PoolLoad) -> list[str]:
     rate = f"{load.rate:.4g} per second" if load.rate else "not measured"
+    if load.rate_bound:
+        rate += f", bound by {enum_name(scheduler_pb2.RateBound.Name, load.rate_bound, 'RATE_BOUND_')}"
     lines = [
         f"  a replica's rate: {rate}; the mean request: {load.request_work:.4g}; held: {load.held}",
     ]
     for one in load.classes:
         target = f", target {duration(one.target)}" if one.HasField("target") else ""
+        burn = f", budget spent {one.burn_ratio:.3g} times too fast" if one.burn_ratio else ""
         lines.append(
-            f"  {priority(one.priority)}: {one.waiting:.4g} waiting, {one.arrived:.6g} arrived{target}"
+            f"  {priority(one.priority)}: {one.waiting:.4g} waiting, {one.arrived:.6g} arrived{target}{burn}"
         )
+        if one.due:
+            work, first = sum(part.work for part in one.due), duration(one.due[0].left)
+            lines.append(f"    lines of batches: {work:.4g} left, the first are due in {first}")
     return lines

@@ -29,10 +29,11 @@ from services.controlplane.event_log import EventRecorder
 from services.controlplane.fleet import FleetRecord
 from services.controlplane.fleet import decode as decode_fleet
 from services.controlplane.objectives.servicer import SliServicer
+from services.controlplane.objectives.store import SliStore
 from services.controlplane.reconciler import Reconciler
 from services.controlplane.resources.accounts import Sealer, bootstrap
 from services.controlplane.rollouts.controller import RolloutController
-from services.controlplane.scaling.controller import ScalingController
+from services.controlplane.scaling.controller import ScalingController, advancing
 from services.controlplane.scaling.keda import KedaServicer
 from services.controlplane.scaling.nodes import NodeController
 from services.controlplane.scaling.policy.nodes import NodeLimits
@@ -51,6 +52,7 @@ from services.controlplane.telemetry import (
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
+from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.limits import Price
 from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
 from services.ports.nodes import NodeProvider
@@ -84,7 +86,7 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(
         _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
     )
-    scaler, scaling = _open_scaling(environment, fleet, election, queues)
+    scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
     led = store, fleet, election, key, clock
     reconciler = Reconciler(
         *led,
@@ -222,9 +224,15 @@ async def _start_nodes(
 
 
 def _open_scaling(
-    environment: Environment, fleet: Informer[FleetRecord | None], election: Election, queues: GrpcQueues
+    environment: Environment,
+    fleet: Informer[FleetRecord | None],
+    election: Election,
+    queues: GrpcQueues,
+    slis: SliStore,
 ) -> tuple[ScalingController, ScalingListing]:
     """Return what decides about replicas from now on, and the queries of it."""
+    batches = environment.informer(BATCHES, BatchRecord)
+    owners = environment.informer(BATCH_OWNERS, OwnerRecord)
     controller = ScalingController(
         environment.store,
         fleet,
@@ -232,6 +240,8 @@ def _open_scaling(
         leader_key("controlplane"),
         environment.clock,
         loads=queues.loads,
+        burn_of=slis.burn_of,
+        batches=lambda: advancing(batches.view, owners.view),
         tuning=ScalerTuning(settle_s=environment.settings.scaling_settle_s),
         telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
     )

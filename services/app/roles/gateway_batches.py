@@ -12,19 +12,20 @@ from services.adapters.blobs.s3 import S3Blobs, open_bucket
 from services.adapters.blobs.sealed import SealedParts
 from services.adapters.record_cipher import RecordCipher
 from services.app.environment import Environment
-from services.core.records import Gateway
-from services.gateway.batches.files import FileLimits, FileService
-from services.gateway.batches.owner import BatchOwner, OwnerLimits, OwnerRecord
-from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCH_OWNERS,
     BATCHES,
     FILES,
     BatchRecord,
     BatchStatus,
+    OwnerRecord,
     StoredFile,
     batch_key,
 )
+from services.core.records import Gateway
+from services.gateway.batches.files import FileLimits, FileService
+from services.gateway.batches.owner import BatchOwner, OwnerLimits
+from services.gateway.batches.ports import BatchPorts
 from services.gateway.batches.service import BatchService, TenantBatchLimits
 from services.gateway.batches.store import BatchStore
 from services.gateway.faces.batches.lines import HttpLines
@@ -83,7 +84,7 @@ def open_batches(
     owner = None
     if settings.batch_lines:
         lines = HttpLines(service, rows, BodyReader(settings.max_body_bytes), clock, environment.ids)
-        ports = _ports(environment, store, parts, files, lines, identity, batches)
+        ports = _ports(environment, store, parts, files, lines, identity, batches, service.deployment_of)
         owner = _owner(
             environment,
             ports,
@@ -104,6 +105,7 @@ def _ports(
     lines: HttpLines,
     identity: KeyDirectory,
     batches: RecordView[BatchRecord],
+    deployment_of: Callable[[str], str],
 ) -> BatchPorts:
     counted = environment.metrics.counter(
         "fairway_gateway_batch_lines_total",
@@ -120,6 +122,7 @@ def _ports(
         status_of=lambda batch: status_of(batch, batches),
         count=counted.add,
         room_bytes=files.room_bytes,
+        deployment_of=deployment_of,
         max_line_bytes=environment.settings.max_body_bytes,
         retention_s=files.retention_s,
     )

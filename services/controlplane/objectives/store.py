@@ -25,12 +25,12 @@ from services.controlplane.objectives.policy.book import (
     SliSource,
     StepSums,
 )
-from services.controlplane.objectives.policy.burn import BurnRings, EventCounts, alert_of
+from services.controlplane.objectives.policy.burn import BurnRings, EventCounts, alert_of, burn_of
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport, SliSums
 from services.core.errors import FairwayError, IntegrityError, NoLeader, NotFound
 from services.core.estimates.finished import FinishedRequests
 from services.core.estimates.traffic_shapes import RequestShape, probed_shapes
-from services.core.records import BurnAlert, Priority, Sli
+from services.core.records import BurnAlert, Objective, Priority, Sli
 from services.ports.clock import Clock
 from services.ports.usage import LedgerStore
 from services.rpc.convert.inference import PRIORITIES, PRIORITY_OF
@@ -213,6 +213,11 @@ class SliStore:
         for rings in self._leading().book.burns_of(model, priority):
             found += rings.over(sli, window_s, now_s)
         return found
+
+    def burn_of(self, objective: Objective) -> float:
+        """Return how many times too fast the budget is spent that replicas may save; 0 without leading."""
+        over = partial(self.events_of, objective.model, objective.priority)
+        return burn_of(objective, over) if self.leads else 0.0
 
     def arm_alerts(self, arm: ArmKey, since_unix_s: float) -> dict[tuple[Priority, Sli], BurnAlert]:
         """Return the burn alerts of one arm alone, by its model's objectives and the events since then.

@@ -7,22 +7,25 @@ is never written here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from services.controlplane.fleet import Fleet, FleetRecord, fleet_of, replicas_of
 from services.controlplane.leading import repeat_while_leading
+from services.controlplane.policy.host import Host
 from services.controlplane.policy.memory import needs_of
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.residency import Residency, Resident, leaving
 from services.controlplane.scaling.policy.scaler import ScalerTuning
+from services.controlplane.scaling.policy.signals import LinesLeft, merged, signalled, zones_of
 from services.controlplane.telemetry import ScalingTelemetry
+from services.core.batches import BatchRecord, OwnerRecord, owner_key
 from services.core.errors import FairwayError
-from services.core.estimates.pool_load import ClassLoad, PoolLoad
-from services.core.records import DEPLOYMENTS, SCALED, Deployment, Priority, dump
+from services.core.estimates.pool_load import PoolLoad
+from services.core.records import DEPLOYMENTS, SCALED, Deployment, Node, Objective, dump
 from services.core.scaling import Scaled
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
@@ -32,6 +35,26 @@ from services.runtime.fleet_state.leadership import Leadership
 log = structlog.get_logger()
 PERIOD_S: Final = 1.0
 Loads = Callable[[], Awaitable[Mapping[str, PoolLoad]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one round decides from, for all deployments. ``loads`` None: no scheduler reports."""
+
+    fleet: Fleet
+    hosts: Sequence[Host]
+    loads: Mapping[str, PoolLoad] | None
+    lines: LinesLeft
+
+    def load_of(
+        self, deployment: str, digests: Iterable[str], burn_of: Callable[[Objective], float]
+    ) -> PoolLoad | None:
+        """Return the load of all versions of a deployment, None while no scheduler reports."""
+        if self.loads is None:
+            return None
+        load = merged([self.loads[one] for one in digests if one in self.loads])
+        burns = {one.priority: burn_of(one) for one in self.fleet.objectives if one.model == deployment}
+        return signalled(load, self.lines.due(deployment, load.request_work), burns)
 
 
 @dataclass(slots=True)
@@ -47,7 +70,8 @@ class ScalingController:
     """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key.
 
     ``informer`` contains everything under the root by ``fleet.decode``. ``loads`` returns the load of each
-    version, and raises FairwayError while no scheduler reports.
+    version, and raises FairwayError while no scheduler reports. ``burn_of`` returns how many times too fast
+    an objective's budget is spent, ``batches`` those whose lines run or wait for their turn.
     """
 
     def __init__(
@@ -59,6 +83,8 @@ class ScalingController:
         clock: Clock,
         *,
         loads: Loads,
+        burn_of: Callable[[Objective], float],
+        batches: Callable[[], Iterable[BatchRecord]],
         tuning: ScalerTuning,
         telemetry: ScalingTelemetry,
     ) -> None:
@@ -68,6 +94,8 @@ class ScalingController:
         self._leader_key = leader_key
         self._clock = clock
         self._loads = loads
+        self._burn_of = burn_of
+        self._batches = batches
         self._tuning = tuning
         self._telemetry = telemetry
         self._term = _Term(0)
@@ -122,8 +150,9 @@ class ScalingController:
             self._term.residency = Residency()
             return
         loads = await self._observed()
-        fleet = fleet_of(held.record for held in view.values())
-        decided = [self._decide(deployment, view, fleet, loads, epoch) for deployment, _ in scaled]
+        seen = self._seen(fleet_of(held.record for held in view.values()), loads)
+        fleet = seen.fleet
+        decided = [self._decide(deployment, view, seen, epoch) for deployment, _ in scaled]
         digests = {deployment.version_digest for deployment, _ in scaled}
         needs = {**self._term.residency.needs, **needs_of(fleet.workers)}
         self._term.residency = Residency(
@@ -138,11 +167,10 @@ class ScalingController:
         self,
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
-        fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        seen: _Seen,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
-        name = deployment.meta.name
+        name, fleet = deployment.meta.name, seen.fleet
         scaler = self._term.scalers.setdefault(name, DeploymentScaler(self._tuning))
         held = view.get(SCALED + name)
         replicas = replicas_of(fleet, name)
@@ -158,16 +186,27 @@ class ScalingController:
             deployment,
             None if held is None else held.record,
             {(one.worker_id, one.assigned.version_digest): one.loaded for one in replicas},
-            None if loads is None else merged([loads[one] for one in digests if one in loads]),
+            seen.load_of(name, digests, self._burn_of),
             epoch,
             self._clock.unix_s(),
             self._clock.monotonic_s(),
             replica_cost=replica_cost(deployment, fleet.workers),
             in_rollout=bool(arms),
+            zones=zones_of(deployment, seen.hosts, {one.worker_id for one in replicas}),
             leaving=self._term.residency.leaving.get(name, ""),
         )
         decision = scaler.decide(situation)
         return decision, scaler.resident(situation, decision.replicas)
+
+    def _seen(self, fleet: Fleet, loads: Mapping[str, PoolLoad] | None) -> _Seen:
+        nodes, lines = {one.worker_id: one for one in fleet.nodes}, LinesLeft()
+        for batch in self._batches():
+            lines.add(batch, self._clock.unix_s())
+        hosts = [
+            Host(one, True, nodes.get(one.worker_id, Node(one.worker_id)), None, {}, groups=fleet.groups)
+            for one in fleet.workers
+        ]
+        return _Seen(fleet, hosts, loads, lines)
 
     async def _observed(self) -> Mapping[str, PoolLoad] | None:
         try:
@@ -211,23 +250,11 @@ class ScalingController:
                 await self._store.commit([Delete(key)], [fence, unchanged])
 
 
-def merged(loads: Iterable[PoolLoad]) -> PoolLoad:
-    """Return the load of several versions as one: the first's rate and request, the sum of the rest."""
-    found = list(loads)
-    if not found:
-        return PoolLoad(())
-    classes: dict[Priority, ClassLoad] = {}
-    for one in (one for load in found for one in load.classes):
-        other = classes.get(one.priority, ClassLoad(one.priority))
-        classes[one.priority] = ClassLoad(
-            one.priority,
-            min(one.target_s, other.target_s),
-            one.waiting + other.waiting,
-            one.arrived + other.arrived,
-        )
-    return replace(
-        found[0],
-        classes=tuple(classes.values()),
-        rate=next((one.rate for one in found if one.rate), None),
-        held=sum(one.held for one in found),
-    )
+def advancing(
+    batches: Mapping[str, Versioned[BatchRecord]], owners: Mapping[str, Versioned[OwnerRecord]]
+) -> Iterator[BatchRecord]:
+    """Yield the batches that are not stalled: more replicas do not help lines that are only refused."""
+    for held in batches.values():
+        owner = owners.get(owner_key(held.record.tenant, held.record.batch_id))
+        if owner is None or not owner.record.stalled:
+            yield held.record

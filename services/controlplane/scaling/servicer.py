@@ -80,6 +80,7 @@ class ScalingListing:
         if observed is not None:
             message.start.CopyFrom(duration_of(observed.starts.mean_s))
             message.present_reasons.extend(map(convert.REASON.to_proto, observed.reasons))
+            message.zones.extend(pb.ZoneReplicas(zone=zone, replicas=n) for zone, n in observed.zones)
             if observed.load is not None:
                 message.load.CopyFrom(LOAD.to_proto(observed.load))
                 message.observe_time.CopyFrom(timestamp(observed.load_unix_s))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from services.core.estimates.capacity import ReplicaCapacity
+from services.core.estimates.capacity import Bound, ReplicaCapacity
 from services.core.records import Priority
 
 
@@ -34,9 +34,15 @@ class PoolLoad:
     held: int = 0  # requests that wait while no replica serves
     reporter: int = 0  # epoch of the leader that counted; another one begins its counts anew
     capacity: ReplicaCapacity | None = None  # calibrated for the present mix; the lower of both rates counts
+    rate_bound: Bound | None = None  # what keeps ``rate`` from being higher; None: it was measured
 
     @property
     def replica_rate(self) -> float | None:
         """Work per second of one replica, None while nothing states it."""
         known = [self.rate or 0.0, self.capacity.requests_per_s * self.request_work if self.capacity else 0.0]
         return min((rate for rate in known if rate > 0.0), default=None)
+
+    @property
+    def bound(self) -> Bound | None:
+        """What bounds the rate of a replica, None while that is unknown."""
+        return self.capacity.bound if self.capacity is not None else self.rate_bound

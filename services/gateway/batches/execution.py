@@ -10,6 +10,7 @@ result is stored.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,6 +21,16 @@ import structlog
 
 from fairway.task_group import TaskGroup
 from services.core.backoff import Backoff
+from services.core.batches import (
+    MAX_LINES,
+    BatchProblem,
+    BatchRecord,
+    BatchStatus,
+    FilePart,
+    FilePurpose,
+    StoredFile,
+    size_of,
+)
 from services.core.errors import (
     FairwayError,
     IntegrityError,
@@ -49,16 +60,6 @@ from services.gateway.batches.lines import (
     parse_line,
 )
 from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
-    MAX_LINES,
-    BatchProblem,
-    BatchRecord,
-    BatchStatus,
-    FilePart,
-    FilePurpose,
-    StoredFile,
-    size_of,
-)
 from services.gateway.batches.store import OwnedBatch
 from services.gateway.policy.batch_turns import BatchPace, BatchProgress, is_temporary
 
@@ -141,7 +142,16 @@ class BatchExecution:
                 record, status=BatchStatus.FAILED, problems=tuple(check.problems), end_unix_s=now_s
             )
         else:
-            record = replace(record, status=BatchStatus.IN_PROGRESS, lines=check.lines, run_unix_s=now_s)
+            models = Counter[str]()
+            for name, count in check.models.items():
+                models[self._ports.deployment_of(name)] += count
+            record = replace(
+                record,
+                status=BatchStatus.IN_PROGRESS,
+                lines=check.lines,
+                models=dict(models),
+                run_unix_s=now_s,
+            )
         await self._advance(record)
         self._last = check.lines
 
@@ -216,7 +226,9 @@ class BatchExecution:
         data = output_line(name, found.custom_id, outcome)
         failed = isinstance(outcome, EarlyEnd) or outcome.failed
         self._held_bytes += len(data) - len(line.data)
-        self._window.add(index, LineResult(line.end, data, failed), self._ports.clock.monotonic_s())
+        work = 0.0 if isinstance(outcome, EarlyEnd) else outcome.work
+        result = LineResult(line.end, data, failed, work)
+        self._window.add(index, result, self._ports.clock.monotonic_s())
         self._progress.result()
         self._notify()
 

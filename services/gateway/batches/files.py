@@ -18,16 +18,7 @@ from typing import Final
 import structlog
 
 from services.adapters.blobs.sealed import SealedParts
-from services.core.errors import (
-    Conflict,
-    FairwayError,
-    IdempotencyConflict,
-    InvalidInput,
-    NotFound,
-    OverQuota,
-    ShareExceeded,
-)
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCHES,
     FILES,
     PART_BYTES,
@@ -37,6 +28,15 @@ from services.gateway.batches.records import (
     StoredFile,
     file_key,
     id_of_key,
+)
+from services.core.errors import (
+    Conflict,
+    FairwayError,
+    IdempotencyConflict,
+    InvalidInput,
+    NotFound,
+    OverQuota,
+    ShareExceeded,
 )
 from services.gateway.batches.store import BatchStore
 from services.gateway.service_types import subtract

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import hashlib
 from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from services.core.errors import IntegrityError
-from services.gateway.batches.records import (
+from services.core.batches import (
     MAX_LINES,
+    MAX_MODEL_CHARS,
+    MAX_MODELS,
     MAX_PARTS,
     MAX_PROBLEMS,
     OUTPUT_PART_BYTES,
@@ -30,6 +33,7 @@ from services.gateway.batches.records import (
     BatchStatus,
     FilePart,
 )
+from services.core.errors import IntegrityError
 
 _encode: Final = msgspec.json.Encoder().encode
 _SHOWN: Final = 200
@@ -38,15 +42,13 @@ _BLANK: Final = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What the HTTP API answers to a line's body: status and JSON.
-
-    ``waited_s`` is the part of its run that passed in the scheduler's queue and in waits for the engine.
-    """
+    """What the HTTP API answers to a line's body: status and JSON."""
 
     status: int
     body: bytes
     request_id: str
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # the part of its run in the scheduler's queue and in waits for the engine
+    work: float = 0.0  # tokens of its prompt and output, or its rows
 
     @property
     def failed(self) -> bool:
@@ -99,7 +101,14 @@ class LineBody(Struct, frozen=True):
     body: Raw
 
 
+class NamedModel(Struct, frozen=True):
+    """The part of a line's body that names a model."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
+
+
 _decode: Final = msgspec.json.Decoder(LineBody).decode
+_decode_model: Final = msgspec.json.Decoder(NamedModel).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +200,7 @@ class InputCheck:
     endpoint: str
     lines: int = 0
     problems: list[BatchProblem] = field(default_factory=list)
+    models: Counter[str] = field(default_factory=Counter)  # lines by the model that they name
     # Hashes of the ids: their length is the client's choice.
     _ids: set[bytes] = field(default_factory=set)
 
@@ -214,6 +224,10 @@ class InputCheck:
         if name in self._ids:
             self.report("duplicate_custom_id", "custom_id is used twice", line.number)
         self._ids.add(name)
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it is refused when it runs
+            model = _decode_model(found.body).model
+            if model in self.models or len(self.models) < MAX_MODELS:
+                self.models[model] += 1
 
     def report(self, code: str, message: str, number: int = 0) -> None:
         if not self.is_full:
@@ -231,6 +245,7 @@ class LineResult:
     end: int
     data: bytes
     failed: bool
+    work: float = 0.0
 
 
 _encode_results: Final = msgspec.msgpack.Encoder().encode
@@ -355,6 +370,7 @@ def advanced(
         next_offset=taken[-1].end if taken else record.next_offset,
         completed=record.completed + len(taken) - failed,
         failed=record.failed + failed,
+        work=record.work + sum(result.work for result in taken),
         output=output,
         errors=errors,
     )

@@ -17,17 +17,18 @@ from typing import Final
 
 import structlog
 
+from services.core.batches import (
+    BATCH_OWNERS,
+    BatchRecord,
+    BatchStatus,
+    OwnerRecord,
+    batch_key,
+    owner_key,
+)
 from services.core.errors import StoreUnavailable
 from services.core.fixed_cost.turns import TenantTurns
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.ports import BatchPorts
-from services.gateway.batches.records import (
-    BATCH_OWNERS,
-    BatchRecord,
-    BatchStatus,
-    batch_key,
-    owner_key,
-)
 from services.gateway.batches.store import OwnedBatch, OwnershipLost
 from services.gateway.policy.batch_turns import UnfinishedBatch, next_batches, not_oldest, yielding_turn
 from services.ports.clock import Clock
@@ -43,14 +44,6 @@ _PAUSE_S: Final = 1.0
 _BUSY_S: Final = 5.0
 # Pause after an unexpected failure, so that one batch cannot keep a gateway busy.
 _CRASH_PAUSE_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerRecord:
-    """Names the gateway that runs a batch. ``stalled``: its lines are only refused."""
-
-    gateway: str
-    stalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from random import Random
 from typing import Protocol
 
 from services.adapters.blobs.sealed import SealedParts
+from services.core.batches import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
 from services.core.errors import FairwayError
 from services.core.generation import Principal
 from services.core.records import Tenant
 from services.gateway.batches.lines import LineAnswer
-from services.gateway.batches.records import OUTPUT_PART_BYTES, BatchRecord, BatchStatus
 from services.gateway.batches.store import BatchStore
 from services.ports.clock import Clock
 
@@ -58,6 +58,8 @@ class BatchPorts:
     room_bytes: Callable[[str], int]
     # Returns the lifetime of the tenant's result files in seconds.
     retention_s: Callable[[str], float]
+    # Returns the deployment that a client's name of a model stands for.
+    deployment_of: Callable[[str], str]
     max_line_bytes: int
     times: BatchTimes = BatchTimes()
     # Size of a result file's parts.

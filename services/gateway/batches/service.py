@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from services.core.batches import BATCHES, BatchRecord, FilePurpose, id_of_key
 from services.core.errors import IdempotencyConflict, InvalidInput, NotFound, OverQuota
 from services.core.generation import Principal
 from services.gateway.batches.files import FileService
-from services.gateway.batches.records import BATCHES, BatchRecord, FilePurpose, id_of_key
 from services.gateway.batches.store import BatchStore
 from services.ports.clock import Clock
 from services.runtime.fleet_state.informer import RecordView, Versioned

@@ -11,9 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from services.core.errors import Conflict, NotFound, StoreUnavailable
-from services.core.records import dump, load
-from services.gateway.batches.records import (
+from services.core.batches import (
     BATCH_ID,
     BATCHES,
     FILE_ID,
@@ -25,6 +23,8 @@ from services.gateway.batches.records import (
     file_key,
     owner_key,
 )
+from services.core.errors import Conflict, NotFound, StoreUnavailable
+from services.core.records import dump, load
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,

@@ -10,7 +10,7 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from fairway.mirror import Mirror, Pair
+from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import scheduler_pb2 as pb
 from services.core.decisions import (
     ClassWait,
@@ -23,6 +23,7 @@ from services.core.decisions import (
     WorkerPool,
 )
 from services.core.errors import FairwayError, InvalidInput
+from services.core.estimates.capacity import Bound
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
@@ -338,14 +339,24 @@ _WAIT: Final = Mirror(
     pb.ClassWait,
     {"priority": PRIORITY, "predicted_wait_s": Pair("predicted_wait", _duration)},
 )
+
+
+def _due_to(due: tuple[tuple[float, float], ...] | None) -> list[pb.DueWork]:
+    return [pb.DueWork(left=_duration(left_s), work=work) for left_s, work in due or ()]
+
+
+def _due_from(messages: Iterable[pb.DueWork]) -> tuple[tuple[float, float], ...] | None:
+    return tuple((seconds_of(one.left), one.work) for one in messages) or None
+
+
 _CLASS_LOAD: Final = Mirror(
     ClassLoad,
     pb.ClassLoad,
     {
         "priority": PRIORITY,
         "target_s": Pair("target", lambda target_s: _duration(_finite(target_s)), seconds_of),
+        "due": Pair("due", _due_to, _due_from),
     },
-    apart=("due", "burn_ratio"),
 )
 LOAD: Final = Mirror(
     PoolLoad,
@@ -353,6 +364,7 @@ LOAD: Final = Mirror(
     {
         "classes": _CLASS_LOAD.each("classes"),
         "rate": Pair("rate", lambda rate: rate or 0.0, lambda rate: rate or None),
+        "rate_bound": enum_pair("rate_bound", {None: 0, **numbers_of(Bound, pb.RateBound)}),
     },
     apart=("capacity",),
 )

@@ -7,13 +7,15 @@ idle replica computes shows only what it received. Without a fit, the rate measu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from services.core.decisions import PoolQueue
-from services.core.estimates.capacity import RequestMix, capacity_of
+from services.core.estimates.capacity import Bound, ReplicaCapacity, RequestMix, capacity_of
 from services.core.estimates.cost_model import CostModel
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.fleet import PoolSnapshot
 from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView
 from services.scheduler.overload.pool_load import Overload, PoolWork
@@ -37,27 +39,36 @@ def loads_of(fleet: FleetView, overload: Overload, slots: SlotPools, now_s: floa
             workers=len(candidates),
             serving_workers=len(serving),
             load=PoolLoad(
-                *load, held=0 if serving else sum(rows.values()) + work.queued, reporter=fleet.epoch
+                *load[:3],
+                held=0 if serving else sum(rows.values()) + work.queued,
+                reporter=fleet.epoch,
+                rate_bound=load[3],
             ),
         )
 
 
-_Load = tuple[tuple[ClassLoad, ...], float | None, float]
+_Load = tuple[tuple[ClassLoad, ...], float | None, float, Bound | None]
 
 
 def _of_sequences(fleet: FleetView, digest: str, work: PoolWork, serving: Mapping[str, Candidate]) -> _Load:
     mix, tokens = work.mix, work.request_tokens
-    rates = [
-        found
+    found = [
+        one
         for name, candidate in serving.items()
-        if (found := _requests_per_s(candidate, mix, fleet.pool_of(name, digest).max_sequences))
+        if (one := _capacity_of(candidate, mix, fleet.pool_of(name, digest))) is not None
     ]
-    rate = fmean(rates) * tokens if rates else work.measured_rate
-    return work.classes, rate, tokens
+    if not found:
+        return work.classes, work.measured_rate, tokens, None
+    rate = fmean(one.requests_per_s for one in found) * tokens
+    return work.classes, rate, tokens, min(found, key=lambda one: one.requests_per_s).bound
 
 
-def _requests_per_s(candidate: Candidate, mix: RequestMix | None, max_sequences: int) -> float | None:
-    """Return the requests per second of a replica, None before its step times and a mix are known."""
+def _capacity_of(candidate: Candidate, mix: RequestMix | None, pool: PoolSnapshot) -> ReplicaCapacity | None:
+    """Return what a replica serves, None before its step times and a mix are known.
+
+    A declared ITL target bounds it, unless one sequence alone misses the target: then no number of replicas
+    meets it.
+    """
     model = candidate.step_model
     if mix is None or not model.samples or not candidate.kv_tokens_total:
         return None
@@ -70,8 +81,9 @@ def _requests_per_s(candidate: Candidate, mix: RequestMix | None, max_sequences:
         kv_bytes_per_token=1,
         kv_memory_bytes=candidate.kv_tokens_total,
     )
-    found = capacity_of(costs, mix, max_sequences=max(1, max_sequences))
-    return None if found is None else found.requests_per_s
+    most = max(1, pool.max_sequences)
+    found = capacity_of(costs, mix, itl_target_s=pool.itl_target_s or math.inf, max_sequences=most)
+    return found or capacity_of(costs, mix, max_sequences=most)
 
 
 def _of_rows(
@@ -96,4 +108,4 @@ def _of_rows(
     )
     _, row_s = row_workers(fleet, digest)
     measured = serving and any(pool.row_us for pool in pools)
-    return classes, 1.0 / row_s if measured else None, 1.0
+    return classes, 1.0 / row_s if measured else None, 1.0, None

@@ -114,6 +114,7 @@ def _pool(host: SequenceHost, table: SequenceTable, version_digest: str) -> Pool
         attended_tokens=stats.attended_tokens,
         long_prefills=table.prefills.long,
         engine=table.versions.shared_as,
+        itl_target_s=table.itl_target_s,
     )
 
 

@@ -233,6 +233,9 @@ class VersionEngine:
 
     def pace(self) -> None:
         """Give a loaded engine the tightest ITL target of its owners."""
+        if self.table is not None:
+            promised = [owner.promised_itl_s for owner in self._owners.values() if owner.promised_itl_s]
+            self.table.itl_target_s = min(promised, default=0.0)
         targets = [owner.itl_target_s for owner in self._owners.values() if owner.itl_target_s]
         target_s, process = min(targets, default=0.0), self._process
         loaded = self.table is not None or self._probe is not None

@@ -91,7 +91,7 @@ class VersionSlot:
         self.restarts = 0  # crashes that count as the version's
         self.restarting = False  # its engine had run before
         self.probed = False
-        self.itl_target_s = version.itl_target_s or context.settings.itl_target_s
+        self.promised_itl_s = version.itl_target_s  # by an objective; 0: not
         self.gone = False
         self._context = context
         memory = VersionMemory(
@@ -113,6 +113,11 @@ class VersionSlot:
         self._idle_since_s = 0.0
         self._phase_s = context.clock.monotonic_s()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def itl_target_s(self) -> float:
+        """The time between tokens that its engine aims at; 0: any."""
+        return self.promised_itl_s or self._context.settings.itl_target_s
 
     @property
     def digest(self) -> str:
@@ -204,7 +209,7 @@ class VersionSlot:
 
     def pace(self, itl_target_s: float) -> None:
         """Aim at the assignment's ITL target; 0: the worker's own."""
-        self.itl_target_s = itl_target_s or self._context.settings.itl_target_s
+        self.promised_itl_s = itl_target_s
         if isinstance(self.engine, VersionEngine):
             self.engine.pace()
 

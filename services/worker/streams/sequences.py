@@ -246,6 +246,7 @@ class SequenceTable:
         seen ``used_handles``, from 1 on."""
         self.versions = ServedVersions(version)
         self.limits = limits
+        self.itl_target_s = 0.0  # the tightest of an objective that its versions have; 0: none
         self.stats = PoolStats()
         self.kv = Reservations(limits)
         self.had_non_finite = False  # a sequence ended because its logits were not finite

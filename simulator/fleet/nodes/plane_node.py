@@ -91,6 +91,8 @@ class PlaneNode:
             LEADER_KEY,
             self.process.clock,
             loads=self._loads,
+            burn_of=lambda _: 0.0,
+            batches=tuple,
             tuning=spec.tuning,
             telemetry=ScalingTelemetry(),
         )

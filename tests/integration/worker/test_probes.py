@@ -51,6 +51,8 @@ async def test_a_version_that_answers_is_ready_and_is_not_probed_again_after_a_c
     assert harness.host.device.busy_s == 0.0
     assert not harness.host.tally.take(16)
     table.check_integrity()
+    (pool,) = harness.agent.take_snapshot(True).pools
+    assert pool.itl_target_s == 0.2, "the scheduler needs the target that was assigned"
     pid = harness.engine_pid
     os.kill(pid, signal.SIGKILL)
     await eventually(lambda: harness.state() is VersionState.RESTARTING)

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from services.adapters.memory.store import MemoryStore
+from services.core.batches import StoredFile
 from services.core.errors import KeyDestroyed, NotFound
 from services.core.generation import Principal
 from services.core.records import TENANT_KEYS, KeyRole, TenantKeyring, dump, load
-from services.gateway.batches.records import StoredFile
 from services.gateway.erasure import SPACES, Erasure
 from services.ports.store import Put
 from services.runtime.clock import SystemClock

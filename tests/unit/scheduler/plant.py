@@ -60,6 +60,7 @@ class Machine:
     done: dict[str, float] = field(default_factory=dict)
     ended: list[SequenceUsage] = field(default_factory=list)
     granted: int = 0
+    itl_target_s: float = 0.0
     steps: float = 0.0
     seconds: float = 0.0
     decoded: float = 0.0
@@ -106,6 +107,7 @@ class Machine:
             steps=int(self.steps),
             step_seconds=self.seconds,
             decode_tokens=int(self.decoded),
+            itl_target_s=self.itl_target_s,
         )
         tokens = tuple(TenantTokens(tenant, DIGEST, 0, round(count)) for tenant, count in done.items())
         return ReportSnapshot(

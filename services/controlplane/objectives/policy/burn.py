@@ -26,6 +26,8 @@ ALERTS: Final = (
     (BurnAlert.FAST, 6.0, 6 * HOUR_S, 1800.0),
     (BurnAlert.SLOW, 1.0, 3 * DAY_S, 6 * HOUR_S),
 )
+# The indicators that more replicas can mend; a stream that breaks is not one.
+_OF_REPLICAS: Final = (Sli.AVAILABILITY, Sli.TTFT, Sli.ITL)
 # Length of a bin and how many are kept: windows up to six hours, up to three days, the budget.
 RINGS: Final = ((MINUTE_S, 361), (0.5 * HOUR_S, 145), (6 * HOUR_S, 113))
 _SLIS: Final = tuple(Sli)
@@ -153,6 +155,18 @@ def alert_of(objective: Objective, sli: Sli, over: Over) -> BurnAlert:
         if long.events >= MIN_EVENTS and min(long.bad_ratio, short.bad_ratio) >= rate * allowed:
             return alert
     return BurnAlert.NONE
+
+
+def burn_of(objective: Objective, over: Over) -> float:
+    """Return how many times too fast the budget is spent that more replicas may save, over both windows of
+    the most urgent alert; 0 before ``MIN_EVENTS``."""
+    _, long_s, short_s = _WINDOWS[BurnAlert.ACUTE]
+    found = 0.0
+    for sli in _OF_REPLICAS:
+        allowed = allowed_ratio(objective, sli)
+        if allowed and (long := over(sli, long_s)).events >= MIN_EVENTS:
+            found = max(found, min(long.bad_ratio, over(sli, short_s).bad_ratio) / allowed)
+    return found
 
 
 def transitions(

@@ -19,6 +19,8 @@ from services.controlplane.scaling.policy.scaler import (
     ReplicaDecision,
     ScalerTuning,
     Supply,
+    Zone,
+    spread,
 )
 from services.core.errors import DoesNotFit
 from services.core.estimates.pool_load import PoolLoad
@@ -49,6 +51,7 @@ class Situation:
     now_s: float
     replica_cost: float = 0.0  # the most that a node costs per hour that may run it; 0: unknown
     in_rollout: bool = False
+    zones: tuple[Zone, ...] = ()  # zones with a node that may get a replica
     leaving: str = ""  # why it leaves a full pool now, while it is idle; empty: it does not
 
     @property
@@ -103,6 +106,7 @@ class DeploymentScaler:
     tuning: ScalerTuning = field(default_factory=ScalerTuning)
     starts: StartTimes = field(default_factory=StartTimes)
     reasons: tuple[ScalingReason, ...] = ()  # reasons of the last decision, changed or not
+    zones: tuple[tuple[str, int], ...] = ()  # its replicas by zone
     load: PoolLoad | None = None  # the latest report
     load_unix_s: float = 0.0
     visits: Visits = field(default_factory=Visits)
@@ -133,7 +137,7 @@ class DeploymentScaler:
             self.load, self.load_unix_s = now.load, now.unix_s
             self._rate = now.load.rate or self._rate
             self.visits.note(now.load, now.now_s, apart_s=stay_s(self.starts.mean_s))
-        supply = self.starts.supply(now.replicas, before.replicas, now.now_s)
+        supply = replace(self.starts.supply(now.replicas, before.replicas, now.now_s), zones=now.zones)
         bounds = _bounds(scaling, now)
         calm = before
         if supply.ready:
@@ -154,6 +158,7 @@ class DeploymentScaler:
                 self._woken_s = now.now_s
             self.reasons = found.reasons or (_IDLE,)
             after = replace(calm, replicas=found.replicas)
+        self.zones = spread(after.replicas, now.zones)
         if after == now.decided:
             return after
         return replace(

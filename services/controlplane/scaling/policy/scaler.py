@@ -7,7 +7,7 @@ for that time:
 1. sustained: work of classes with a target, with headroom for how far its rate moves within ``start_s``
 2. reserve: the mean of that work, and a share of it for excursions that end before a replica starts
 3. excursion: work that arrives now, where it is far above that and is expected to last
-4. deadlines: work without a target, spread over the time that it has
+4. deadlines: work without a target, spread over the time that it has, an hour where it has none
 5. backlog: work that will still wait then, to be served in the time that a replica takes to start
 6. zone: enough replicas for the first class when a zone is lost
 7. burn: misses of an objective while work waits, whatever the figures above
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.core.estimates.pool_load import PoolLoad
+from services.core.records import Priority
 from services.core.scaling import ScalingReason
 
 
@@ -192,6 +193,7 @@ class PoolScaler:
     _first: _Arrivals = field(init=False)
     _excursions: _Excursions = field(init=False)
     _reporter: int | None = None
+    _dated: frozenset[Priority] = frozenset()  # classes whose work has deadlines
     _needs: deque[tuple[float, float]] = field(default_factory=deque)  # (time, need), needs descending
     _peak: tuple[float, int] = (-math.inf, 0)  # time until which an excursion's replicas stay, and how many
     _began_s: float | None = None
@@ -210,7 +212,7 @@ class PoolScaler:
         if self._began_s is None:
             self._began_s = self._busy_s = now_s
         arrived = sum(one.arrived for one in load.classes)
-        active = load.held or arrived != self._arrived or any(one.waiting or one.due for one in load.classes)
+        active = load.held or arrived != self._arrived or any(one.waiting for one in load.classes)
         if active:
             self._arrived, self._busy_s = arrived, now_s
         signals, kept = self._signals(load, supply, now_s), 0
@@ -268,7 +270,7 @@ class PoolScaler:
         spare = self.tuning.z * _deviation(
             busy, load.request_work / rate, supply.start_s, self._urgent.burst_ratio
         )
-        bound = f", bound by {load.capacity.bound.value}" if load.capacity else ""
+        bound = f", bound by {load.bound}" if load.bound else ""
         text = f"{busy:.2f} replicas of work arrive{bound}, {spare:.2f} are kept free for its variation"
         signals.append(_Signal("sustained", busy + spare, text))
         text = (
@@ -297,7 +299,10 @@ class PoolScaler:
         first = max(with_target, key=lambda one: one.priority.rank, default=None)
         self._first.note(first.arrived if first else 0.0, now_s, anew=anew, most=most)
         rest = (one.arrived for one in load.classes if one not in with_target and one.due is None)
-        self._patient.note(sum(rest), now_s, anew=anew, most=math.inf)
+        dated = frozenset(one.priority for one in load.classes if one.due is not None)
+        # What arrived while a class had deadlines did not arrive at once when it has none any more.
+        self._patient.note(sum(rest), now_s, anew=anew or dated != self._dated, most=math.inf)
+        self._dated = dated
         urgent.learn(load.request_work, start_s, now_s)
 
     def _excursion(self, load: PoolLoad, supply: Supply, now_s: float) -> list[_Signal]:
@@ -317,16 +322,16 @@ class PoolScaler:
     def _deadlines(self, load: PoolLoad, rate: float, supply: Supply, busy: float) -> list[_Signal]:
         """Return what work without a target needs beside what has one."""
         due, work = self._patient.level, 0.0
-        parts = (
-            part
-            for one in load.classes
-            if one.target_s == math.inf
-            for part in (((self.tuning.spread_s, one.waiting),) if one.due is None else one.due)
-        )
+        parts: list[tuple[float, float]] = []
+        for one in (one for one in load.classes if one.target_s == math.inf):
+            parts += one.due or ()
+            undated = one.waiting - sum(amount for _, amount in one.due or ())
+            if undated > 0.0:
+                parts.append((self.tuning.spread_s, undated))
         for left_s, amount in sorted(parts):
             work += amount
             if left_s > supply.start_s:  # no order helps what is due before
-                due = max(due, self._patient.level + work / (left_s - supply.start_s))
+                due = max(due, self._patient.level + work / max(supply.start_s, left_s - supply.start_s))
         if due <= 0.0:
             return []
         text = f"{due / rate:.2f} replicas finish in time what has no target, beside {busy:.2f} of the rest"
@@ -347,12 +352,11 @@ class PoolScaler:
         return [_Signal("backlog", need, text)]
 
     def _zone_loss(self, rate: float, supply: Supply) -> list[_Signal]:
-        zones = len(supply.zones)
         busy = self._first.level / rate
-        if zones < 2 or busy <= 0.0:
+        if len(supply.zones) < 2 or busy <= 0.0:
             return []
-        text = f"{busy:.2f} replicas of the first class stay when one of {zones} zones is lost"
-        return [_Signal("zone", busy * zones / (zones - 1), text)]
+        text = f"{busy:.2f} replicas of the first class stay when one of {len(supply.zones)} zones is lost"
+        return [_Signal("zone", zones_need(busy, supply.zones), text)]
 
     def _burn(self, load: PoolLoad, supply: Supply) -> list[_Signal]:
         worst = max((one.burn_ratio for one in load.classes if one.waiting), default=0.0)
@@ -386,6 +390,25 @@ class PoolScaler:
         if now_s - self._began_s < self.tuning.settle_s:
             return max(supply.replicas, math.ceil(most))
         return min(supply.replicas, math.ceil(most + self.tuning.slack)) if most > 0.0 else 0
+
+
+def zones_need(busy: float, zones: tuple[Zone, ...]) -> float:
+    """Return the least replicas of which ``busy`` are left whichever of several zones is lost.
+
+    More replicas go where fewest are, and those that leave do so where most are. What one replica serves with
+    room for the loss gets no second one for it; a minimum of 2 has that effect.
+    """
+    need = busy * len(zones) / (len(zones) - 1)
+    if need <= 1.0:
+        return need
+    left, counts = math.ceil(busy - 1e-9), [one.replicas for one in zones]
+    if sum(counts) - max(counts) < left:
+        while sum(counts) - max(counts) < left:
+            counts[counts.index(min(counts))] += 1
+        return sum(counts)
+    while sum(counts) - max(counts) >= left:
+        counts[counts.index(max(counts))] -= 1
+    return sum(counts) + 1
 
 
 def spread(replicas: int, zones: tuple[Zone, ...]) -> tuple[tuple[str, int], ...]:

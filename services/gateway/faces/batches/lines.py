@@ -83,7 +83,9 @@ class HttpLines:
         completions = await named(request.names.items(), call)
         steps = whole_body(request, completions, received, int(self._clock.unix_s()))
         data = await self._answers.run(principal.tenant_id, steps)
-        return LineAnswer(200, data, received.request_id, _waited_s(completions[0].finished.clock))
+        uses = [each.finished.usage for each in completions]
+        work = sum(use.prompt_tokens + use.output_tokens for use in uses)
+        return LineAnswer(200, data, received.request_id, _waited_s(completions[0].finished.clock), work)
 
     async def _embedded(self, principal: Principal, body: bytes, key: str, received: Received) -> LineAnswer:
         request: EmbeddingsCall = await self._bodies.parse(embeddings_request, body)
@@ -91,7 +93,8 @@ class HttpLines:
         message.idempotency_key, message.priority = key, common_pb2.PRIORITY_BATCH
         found = await named(ROW_NAMES, self._rows.embed(principal, message, received=received))
         data = embeddings_answer(request, found)
-        return LineAnswer(200, data, received.request_id, _waited_s(found.answer.clock))
+        waited_s = _waited_s(found.answer.clock)
+        return LineAnswer(200, data, received.request_id, waited_s, len(found.vectors))
 
 
 def _waited_s(clock: StageClock) -> float:

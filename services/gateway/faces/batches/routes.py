@@ -15,8 +15,8 @@ from msgspec import UNSET, Meta, Struct
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from services.core.batches import BatchProblem, BatchRecord, BatchStatus, FilePurpose, StoredFile
 from services.core.errors import FairwayError, InvalidInput, UnsupportedFeature
-from services.gateway.batches.records import BatchProblem, BatchRecord, BatchStatus, FilePurpose, StoredFile
 from services.gateway.batches.service import BatchService
 from services.gateway.faces.openai.errors import HttpProblem
 from services.gateway.faces.openai.exchange import (

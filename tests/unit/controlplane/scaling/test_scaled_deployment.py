@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.controlplane.resources.deployments import check_scaling
-from services.controlplane.scaling.controller import merged
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.scaler import ScalerTuning
+from services.controlplane.scaling.policy.signals import merged
 from services.core.errors import InvalidInput
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.records import Deployment, LoadedVersion, Meta, Priority, VersionState, Worker

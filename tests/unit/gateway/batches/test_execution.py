@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from services.core import errors
+from services.core.batches import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant
 from services.gateway.batches.execution import BatchExecution
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BatchRecord, BatchStatus, StoredFile, batch_key, owner_key
 from services.gateway.batches.store import BatchStore, OwnedBatch, OwnershipLost
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.memory_batches import BatchStack, batch_stack
@@ -85,7 +85,7 @@ class OnceCalls:
             await self.hold.wait()
         self.runs[key] += 1
         wrong = errors.InvalidInput("bad", field="x") if json.loads(body).get("bad") else None
-        self.answers[key] = wrong or LineAnswer(200, body, "req_1")
+        self.answers[key] = wrong or LineAnswer(200, body, "req_1", work=7.0)
         del self.running[key]
 
     def refusal(self, error: errors.FairwayError) -> LineAnswer:
@@ -166,6 +166,7 @@ async def rig_of(data: bytes, store: Callable[[BatchStack], BatchStore] | None =
         count=lambda _: None,
         room_bytes=stack.files.room_bytes,
         retention_s=lambda _: 30 * 86_400.0,
+        deployment_of=str,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0, grace_s=0.05),
     )
@@ -194,6 +195,18 @@ async def test_every_line_is_answered_and_the_bad_ones_are_in_the_error_file() -
     assert failed[0]["response"]["status_code"] == 400
     assert len({line["id"] for line in output + failed}) == 40
     assert set(rig.calls.runs.values()) == {1}
+
+
+async def test_a_batch_states_its_lines_by_deployment_and_what_they_took() -> None:
+    named: list[Any] = [*["chat"] * 6, *["small"] * 3, "x" * 5000, 7, "bad"]
+    rig = await rig_of(lines_of([{"model": name, "bad": name == "bad"} for name in named]))
+    rig.ports = replace(rig.ports, deployment_of=lambda name: "chat" if name == "small" else name)
+    ended = await rig.run()
+    assert (ended.models, ended.lines) == ({"chat": 9, "bad": 1}, 12), "names that are none count nowhere"
+    assert ended.work == 7.0 * 11
+    assert ended.lines_left("chat") == 0.0
+    half = replace(ended, status=BatchStatus.IN_PROGRESS, next_line=6)
+    assert (half.lines_left("chat"), half.lines_left("other")) == (4.5, 0.0)
 
 
 async def test_bad_input_fails_with_the_lines_and_runs_nothing() -> None:
@@ -238,6 +251,7 @@ async def test_kills_lose_and_double_nothing(seed: int) -> None:
     assert len(rig.calls.runs) == 60
     record = await rig.record()
     assert (record.completed, record.failed, record.early) == (len(output), len(failed), ())
+    assert record.work == 7.0 * record.completed, "each line's once, also of results that were stored early"
     assert kills > 0
 
 
@@ -258,6 +272,7 @@ async def test_results_behind_a_line_without_a_worker_outlive_the_records_of_the
     rig.calls.unavailable = ""
     ended = await rig.run()
     assert (ended.status, ended.completed, ended.failed, ended.early) == (BatchStatus.COMPLETED, 60, 0, ())
+    assert ended.work == 7.0 * 60, "what early results took is stored with them"
     output, failed = await rig.written()
     assert [line["custom_id"] for line in output] == [f"id-{number}" for number in range(60)]
     assert failed == []

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.adapters.memory.store import MemoryStore
+from services.core.batches import BATCH_ID, BATCHES, FILES, BatchStatus, FilePurpose, StoredFile
 from services.core.errors import (
     Conflict,
     IdempotencyConflict,
@@ -24,7 +25,6 @@ from services.core.errors import (
 from services.core.generation import Principal
 from services.core.records import KeyRole
 from services.gateway.batches.files import FileLimits, shown_name
-from services.gateway.batches.records import BATCH_ID, BATCHES, FILES, BatchStatus, FilePurpose, StoredFile
 from services.ports.store import Committed, Condition, ConditionFailed, Operation
 from tests.support.clocks import QuickClock
 from tests.support.memory_batches import BatchStack, running_stack

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from services.adapters.memory.store import MemoryStore
+from services.core.batches import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
 from services.core.errors import NoWorkerAvailable, StoreUnavailable
 from services.core.generation import Principal
 from services.core.records import KeyRole, Meta, Tenant, dump
 from services.gateway.batches.lines import LineAnswer
 from services.gateway.batches.owner import BatchOwner, OwnerLimits
 from services.gateway.batches.ports import BatchPorts, BatchTimes
-from services.gateway.batches.records import BATCH_OWNERS, BatchRecord, BatchStatus, batch_key
 from services.ports.store import Committed, Condition, ConditionFailed, Delete, Entry, Operation, Put
 from services.runtime.fleet_state.lease import LeaseHolder
 from services.runtime.supervisor import Supervisor
@@ -79,6 +79,7 @@ async def owning(
         count=lambda _: None,
         room_bytes=stack.files.room_bytes,
         retention_s=lambda _: 30 * 86_400.0,
+        deployment_of=str,
         max_line_bytes=10_000,
         times=BatchTimes(commit_s=0.0),
     )

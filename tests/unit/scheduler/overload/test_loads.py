@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from services.core.estimates.capacity import Bound
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.fixed_cost.slots import SlotDemand
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
@@ -42,6 +43,25 @@ def test_an_idle_replica_has_the_rate_of_a_busy_one() -> None:
     assert busy is not None
     assert idle > 400.0, "a tenth of it is asked for"
     assert idle == pytest.approx(busy, rel=0.5)
+
+
+def test_a_declared_itl_target_bounds_the_rate_of_a_replica_and_is_named() -> None:
+    plant = Plant(1)
+    plant.run(60, Load(plant, standard=9.0))
+    free = load_of(plant)
+    assert free.rate_bound is not Bound.ITL
+    (model,) = [one.step_model for one in plant.term.fleet.candidates(DIGEST).values()]
+    one_s, most_s = (model.seconds(1, 0, decoding, 75 * decoding) for decoding in (1, 8))
+    plant.machines["w0"].itl_target_s = (one_s + most_s) / 2
+    plant.run(2)
+    tight = load_of(plant)
+    assert tight.rate_bound is Bound.ITL
+    assert free.rate is not None
+    assert tight.rate is not None
+    assert 0.0 < tight.rate < free.rate
+    plant.machines["w0"].itl_target_s = one_s / 2
+    plant.run(2)
+    assert load_of(plant).rate == pytest.approx(free.rate, rel=0.05), "no number of replicas meets it"
 
 
 def test_what_arrives_is_counted_also_where_it_is_shed() -> None:

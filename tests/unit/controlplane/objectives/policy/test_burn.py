@@ -13,6 +13,7 @@ from services.controlplane.objectives.policy.burn import (
     BurnRings,
     EventCounts,
     alert_of,
+    burn_of,
     counted,
     status_of,
     transitions,
@@ -56,6 +57,23 @@ def test_an_alert_needs_both_of_its_windows(
     parts: tuple[tuple[float, float, float], ...], expected: BurnAlert
 ) -> None:
     assert alert(rings_with(*parts)) is expected
+
+
+def burn(rings: BurnRings) -> float:
+    return burn_of(OBJECTIVE, partial(rings.over, unix_s=NOW))
+
+
+def test_replicas_follow_what_burns_in_both_windows_and_no_broken_stream() -> None:
+    rings = BurnRings()
+    rings.add({Sli.AVAILABILITY: EventCounts(100, 100)}, NOW - 1800.0)
+    assert burn(rings) == 0.0, "it has ended"
+    rings.add({Sli.AVAILABILITY: EventCounts(100, 10)}, NOW)
+    allowed = 1.0 - OBJECTIVE.availability
+    assert burn(rings) == pytest.approx(0.1 / allowed)
+    few, broken = BurnRings(), BurnRings()
+    few.add({Sli.AVAILABILITY: EventCounts(5, 5)}, NOW)
+    broken.add({Sli.COMPLETION: EventCounts(100, 100)}, NOW)
+    assert burn(few) == burn(broken) == 0.0
 
 
 def test_few_events_are_no_alert() -> None:

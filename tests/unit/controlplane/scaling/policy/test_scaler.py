@@ -20,6 +20,7 @@ from services.controlplane.scaling.policy.scaler import (
     Supply,
     Zone,
     spread,
+    zones_need,
 )
 from services.core.estimates.capacity import Bound, ReplicaCapacity
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
@@ -189,6 +190,54 @@ def test_a_zone_is_lost_and_the_first_class_still_has_its_replicas() -> None:
 
     found = [decide(now_s) for now_s in range(1200)][-1]
     assert found.replicas - max(count for _, count in found.zones) >= 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.0, 30.0), st.lists(st.integers(0, 12), min_size=2, max_size=5))
+def test_a_zone_may_be_lost_where_replicas_go_as_the_planner_puts_them(busy: float, have: list[int]) -> None:
+    """It fills the zone with the fewest, and takes from the one with the most."""
+    counts, need = list(have), 0
+    for _ in range(4):
+        need = math.ceil(zones_need(busy, tuple(Zone(str(at), each) for at, each in enumerate(counts))))
+        while sum(counts) < need:
+            counts[counts.index(min(counts))] += 1
+        while sum(counts) > need:
+            counts[counts.index(max(counts))] -= 1
+        assert need <= 1 or sum(counts) - max(counts) >= busy - 1e-6
+    counts[counts.index(max(counts))] -= 1
+    assert need <= 1 or sum(counts) - max(counts) < busy, "none is left over in the end"
+
+
+def test_what_arrived_while_lines_had_deadlines_does_not_arrive_again_when_they_end() -> None:
+    pool = Driven(ready=2)
+    pool.run(100.0, 600)
+    arrived = 0.0
+
+    def step(due: tuple[tuple[float, float], ...] | None) -> ReplicaDecision:
+        nonlocal arrived
+        arrived += 150.0
+        lines = ClassLoad(Priority.BATCH, arrived=arrived, due=due)
+        urgent = ClassLoad(Priority.INTERACTIVE, 2.0, arrived=pool.arrived + 100.0)
+        return pool.step(100.0, classes=(urgent, lines))
+
+    most = max(step(((80_000.0, 1000.0),)).replicas for _ in range(1200))
+    assert most == pool.taken[500], "lines that run on what is free need no more"
+    assert step(None).replicas == most
+    undated = ClassLoad(Priority.BATCH, waiting=5000.0, due=((80_000.0, 1000.0),))
+    urgent = ClassLoad(Priority.INTERACTIVE, 2.0, arrived=pool.arrived)
+    found = pool.step(0.0, classes=(urgent, replace(undated, waiting=9e5)))
+    assert found.reasons[0].signal == "deadlines", "what waits beyond the lines has an hour"
+
+
+def test_a_deadline_within_two_starts_orders_no_more_than_a_start_can_use() -> None:
+    def need(left_s: float) -> int:
+        pool = Driven(ready=5)
+        pool.run(300.0, 2400)
+        due = ClassLoad(Priority.BATCH, due=((left_s, 60_000.0),))
+        urgent = ClassLoad(Priority.INTERACTIVE, 2.0, arrived=pool.arrived)
+        return pool.step(300.0, classes=(urgent, due)).replicas
+
+    assert need(61.0) == need(120.0) == 13
 
 
 def test_zones_are_equal_and_the_rest_goes_where_it_costs_least() -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-# Outside the root of the fleet's state: a batch writes often, and only gateways read it.
+# Outside the root of the fleet's state: a batch writes often. Gateways read it, and control
+# planes for the deadlines of lines.
 FILES: Final = "/fairway/v1-files/"
 BATCHES: Final = "/fairway/v1-batches/"
 # Under the lease of the gateway that runs the batch. The key's create_revision fences its writes.
@@ -26,6 +27,8 @@ OUTPUT_PART_BYTES: Final = 1024**2
 MAX_PARTS: Final = 1024
 MAX_LINES: Final = 50_000
 MAX_PROBLEMS: Final = 100
+MAX_MODELS: Final = 32
+MAX_MODEL_CHARS: Final = 256
 FILE_ID: Final = re.compile(r"file-[0-9a-f]{24}")
 BATCH_ID: Final = re.compile(r"batch_[0-9a-f]{24}")
 
@@ -112,11 +115,15 @@ class BatchRecord:
     metadata: dict[str, str] = field(default_factory=dict)
     # Known when the input is validated.
     lines: int = 0
+    # Lines by deployment, of the first ``MAX_MODELS`` model names in the input.
+    models: dict[str, int] = field(default_factory=dict)
     # The first line without a result, from 0, and where it begins in the input.
     next_line: int = 0
     next_offset: int = 0
     completed: int = 0
     failed: int = 0
+    # What the lines with a result took, in the work of their pools: tokens, or rows.
+    work: float = 0.0
     output: tuple[FilePart, ...] = ()
     errors: tuple[FilePart, ...] = ()
     # Results of lines behind ``next_line`` that waited long, not yet in a file; their parts have the batch's
@@ -132,12 +139,26 @@ class BatchRecord:
         """The parts of its results."""
         return (*self.output, *self.errors, *self.early)
 
+    def lines_left(self, deployment: str) -> float:
+        """Return how many lines of a deployment have no result, as if each model's end at one pace."""
+        if self.status is not BatchStatus.IN_PROGRESS:
+            return 0.0
+        return self.models.get(deployment, 0) * (1.0 - self.next_line / self.lines)
+
     def cancelled(self, unix_s: float) -> BatchRecord:
         """Return the batch with a cancellation. One whose every line was done stays completed."""
         status = BatchStatus.CANCELLED if self.status.is_over else BatchStatus.CANCELLING
         if self.status is BatchStatus.COMPLETED:
             status = BatchStatus.COMPLETED
         return replace(self, status=status, cancel_unix_s=unix_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRecord:
+    """Names the gateway that runs a batch. ``stalled``: its lines are only refused."""
+
+    gateway: str
+    stalled: bool = False
 
 
 def size_of(parts: tuple[FilePart, ...]) -> int:
