@@ -154,12 +154,13 @@ def test_a_start_that_fails_is_repeated_after_times_that_double_and_says_why() -
     assert (found.failed_wakes, found.failure, found.retry_unix_s) == (0, "", 0.0)
 
 
-def test_a_start_without_a_worker_ends_after_the_time_that_requests_wait() -> None:
+def test_a_start_without_a_worker_ends_before_the_request_that_waits_for_it() -> None:
     plane = Plane(Scaling(0, 2), replicas=0)
     assert plane.decide(HELD).replicas == 1
-    assert plane.decide(HELD, 145).replicas == 1
-    found = plane.decide(HELD, 10)
-    assert (found.replicas, found.failure) == (0, "no replica was READY within 150 s: no worker took it")
+    assert plane.decide(HELD, 143).replicas == 1
+    found = plane.decide(HELD, 3)
+    assert (found.replicas, found.failure) == (0, "no replica was READY within 145 s: no worker took it")
+    assert Scaled("chat", 0).hold_s == 150.0
 
 
 def test_a_start_that_a_deposed_leader_began_is_given_up_by_its_successor() -> None:
