@@ -51,7 +51,7 @@ def scaling_fleet(seed: int) -> FleetSpec:
     scaling = ScalingSpec(
         Scaling(least, workers + rng.randint(1, 3), idle_s=rng.uniform(2.0, 4.0)),
         ScalerTuning(rate_window_s=0.5, settle_s=rng.uniform(4.0, 8.0)),
-        NodeLimits(most=rng.randint(2, 4), order_s=rng.uniform(12.0, 25.0), idle_s=rng.uniform(3.0, 8.0)),
+        NodeLimits(rng.randint(2, 4), rng.uniform(12.0, 25.0), rng.uniform(3.0, 8.0), settle_s=1.0),
         start_s=(3.0, 9.0),
         faulty_ratio=rng.choice((0.0, 0.3, 0.6)),
     )
