@@ -1280,11 +1280,14 @@ class ClassLoad(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     ARRIVED_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
     priority: _common_pb2.Priority.ValueType
     waiting: _builtins.float
     """Work in the queue."""
     arrived: _builtins.float
     """Work that arrived since the leader began to count."""
+    deployment: _builtins.str
+    """The deployment that the requests name. Empty: rows, or those of all."""
     @_builtins.property
     def target(self) -> _duration_pb2.Duration:
         """Time to the first token that they are served for. Absent: none."""
@@ -1296,14 +1299,48 @@ class ClassLoad(_message.Message):
         target: _duration_pb2.Duration | None = ...,
         waiting: _builtins.float = ...,
         arrived: _builtins.float = ...,
+        deployment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "deployment", b"deployment", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClassLoad: _TypeAlias = ClassLoad  # noqa: Y015
+
+@_typing.final
+class GroupLoad(_message.Message):
+    """Requests for the nodes of one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    node_group: _builtins.str
+    deployment: _builtins.str
+    """The deployment that they name. Empty: of any."""
+    held: _builtins.int
+    """Requests that wait while no replica of the group serves."""
+    running: _builtins.int
+    """Requests on its replicas."""
+    def __init__(
+        self,
+        *,
+        node_group: _builtins.str = ...,
+        deployment: _builtins.str = ...,
+        held: _builtins.int = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "held", b"held", "node_group", b"node_group", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLoad: _TypeAlias = GroupLoad  # noqa: Y015
 
 @_typing.final
 class PoolLoad(_message.Message):
@@ -1316,16 +1353,22 @@ class PoolLoad(_message.Message):
     REQUEST_WORK_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     REPORTER_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     rate: _builtins.float
     """Work per second of one replica. 0: none was measured."""
     request_work: _builtins.float
     """Work of the mean request."""
     held: _builtins.int
-    """Requests that wait while no replica serves."""
+    """Requests that wait while no replica serves them."""
     reporter: _builtins.int
     """The epoch of the scheduler that counted."""
+    running: _builtins.int
+    """Requests on replicas."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLoad]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoad]: ...
     def __init__(
         self,
         *,
@@ -1334,10 +1377,12 @@ class PoolLoad(_message.Message):
         request_work: _builtins.float = ...,
         held: _builtins.int = ...,
         reporter: _builtins.int = ...,
+        running: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "held", b"held", "rate", b"rate", "reporter", b"reporter", "request_work", b"request_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "groups", b"groups", "held", b"held", "rate", b"rate", "reporter", b"reporter", "request_work", b"request_work", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

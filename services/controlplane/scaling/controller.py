@@ -7,7 +7,7 @@ is never written here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -19,10 +19,11 @@ from services.controlplane.policy.memory import needs_of
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.residency import Residency, Resident, leaving
 from services.controlplane.scaling.policy.scaler import ScalerTuning
+from services.controlplane.scaling.policy.shared_versions import SharedVersions, Sharer
 from services.controlplane.telemetry import ScalingTelemetry
 from services.core.errors import FairwayError
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
-from services.core.records import DEPLOYMENTS, SCALED, Deployment, Priority, dump
+from services.core.records import DEPLOYMENTS, SCALED, SHARED_NODES, Deployment, Priority, dump
 from services.core.scaling import Scaled
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
@@ -41,6 +42,7 @@ class _Term:
     epoch: int
     scalers: dict[str, DeploymentScaler] = field(default_factory=dict)
     residency: Residency = field(default_factory=Residency)
+    shared: SharedVersions = field(default_factory=SharedVersions)
 
 
 class ScalingController:
@@ -123,7 +125,8 @@ class ScalingController:
             return
         loads = await self._observed()
         fleet = fleet_of(held.record for held in view.values())
-        decided = [self._decide(deployment, view, fleet, loads, epoch) for deployment, _ in scaled]
+        divided = None if loads is None else self._term.shared.divide(loads, sharers(fleet, names))
+        decided = [self._decide(deployment, view, fleet, divided, epoch) for deployment, _ in scaled]
         digests = {deployment.version_digest for deployment, _ in scaled}
         needs = {**self._term.residency.needs, **needs_of(fleet.workers)}
         self._term.residency = Residency(
@@ -139,31 +142,23 @@ class ScalingController:
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
         fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         name = deployment.meta.name
         scaler = self._term.scalers.setdefault(name, DeploymentScaler(self._tuning))
         held = view.get(SCALED + name)
         replicas = replicas_of(fleet, name)
-        arms = [arm for one in fleet.routes if one.route.deployment == name for arm in one.route.arms]
-        digests = dict.fromkeys(
-            (
-                deployment.version_digest,
-                *(one.assigned.version_digest for one in replicas),
-                *(arm.version_digest for arm in arms),
-            )
-        )
         situation = Situation(
             deployment,
             None if held is None else held.record,
             {(one.worker_id, one.assigned.version_digest): one.loaded for one in replicas},
-            None if loads is None else merged([loads[one] for one in digests if one in loads]),
+            None if loads is None else merged(loads.get(name, {}).values()),
             epoch,
             self._clock.unix_s(),
             self._clock.monotonic_s(),
             replica_cost=replica_cost(deployment, fleet.workers),
-            in_rollout=bool(arms),
+            in_rollout=any(one.route.arms for one in fleet.routes if one.route.deployment == name),
             leaving=self._term.residency.leaving.get(name, ""),
         )
         decision = scaler.decide(situation)
@@ -211,6 +206,30 @@ class ScalingController:
                 await self._store.commit([Delete(key)], [fence, unchanged])
 
 
+def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
+    """Return the deployments that the load of each version is divided between, by digest.
+
+    Of a ``scaled`` one these are the versions that it gets, has, or tries; its own comes first.
+    """
+    found: dict[str, list[Sharer]] = {}
+    for one in fleet.deployments:
+        name, digests = one.meta.name, {one.version_digest: None}
+        if name in scaled:
+            digests |= dict.fromkeys(
+                replica.assigned.version_digest for replica in replicas_of(fleet, name)
+            ) | dict.fromkeys(
+                arm.version_digest
+                for each in fleet.routes
+                if each.route.deployment == name
+                for arm in each.route.arms
+            )
+        most = one.scaling.max_replicas if one.scaling is not None else one.replicas
+        group = fleet.groups.get(one.tenant, "") if one.tenant else SHARED_NODES
+        for digest in digests:
+            found.setdefault(digest, []).append(Sharer(name, group, one.replicas, most))
+    return found
+
+
 def merged(loads: Iterable[PoolLoad]) -> PoolLoad:
     """Return the load of several versions as one: the first's rate and request, the sum of the rest."""
     found = list(loads)
@@ -230,4 +249,5 @@ def merged(loads: Iterable[PoolLoad]) -> PoolLoad:
         classes=tuple(classes.values()),
         rate=next((one.rate for one in found if one.rate), None),
         held=sum(one.held for one in found),
+        running=sum(one.running for one in found),
     )

@@ -23,7 +23,7 @@ from services.core.decisions import (
     WorkerPool,
 )
 from services.core.errors import FairwayError, InvalidInput
-from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.estimates.pool_load import ClassLoad, GroupLoad, PoolLoad
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import (
@@ -353,6 +353,7 @@ LOAD: Final = Mirror(
     {
         "classes": _CLASS_LOAD.each("classes"),
         "rate": Pair("rate", lambda rate: rate or 0.0, lambda rate: rate or None),
+        "groups": Mirror(GroupLoad, pb.GroupLoad).each("groups"),
     },
     apart=("capacity",),
 )

@@ -91,7 +91,7 @@ class _TooMany(ScalingController):
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
         fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         found, resident = super()._decide(deployment, view, fleet, loads, epoch)
@@ -106,7 +106,7 @@ class _TooFew(ScalingController):
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
         fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         found, resident = super()._decide(deployment, view, fleet, loads, epoch)
