@@ -224,7 +224,7 @@ def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
                 for arm in each.route.arms
             )
         most = one.scaling.max_replicas if one.scaling is not None else one.replicas
-        group = fleet.groups.get(one.tenant, "") if one.tenant else SHARED_NODES
+        group = fleet.groups.get(one.tenant, one.tenant) if one.tenant else SHARED_NODES
         for digest in digests:
             found.setdefault(digest, []).append(Sharer(name, group, one.replicas, most))
     return found

@@ -64,9 +64,8 @@ class ReplicaBounds:
 
     least: int = 1
     most: int = 1
-    idle_s: float = (
-        math.inf
-    )  # time without a request, waiting or running, before the last replica is removed; needs ``least`` 0
+    # Time without a request, waiting or running, before the last replica is removed; needs ``least`` 0.
+    idle_s: float = math.inf
     pinned: int | None = None
     frozen: bool = False
 

@@ -76,6 +76,16 @@ def test_a_held_request_starts_the_first_replica_and_idleness_removes_the_last()
     assert plane.signal == "idle"
 
 
+def test_the_idle_time_begins_at_the_end_of_the_last_request() -> None:
+    """A sequence that runs for longer keeps its replica; nor is it idle memory that another may take."""
+    plane = Plane(Scaling(0, 3, idle_s=90.0), decided=Scaled("chat", 1))
+    plane.ready(1)
+    assert plane.decide(replace(IDLE, running=1), 300).replicas == 1
+    assert plane.scaler.visits.active_s == plane.now_s
+    assert plane.decide(IDLE, 89).replicas == 1
+    assert plane.decide(IDLE, 2).replicas == 0
+
+
 def test_requests_keep_the_last_replica_before_any_rate_is_measured() -> None:
     plane = Plane(Scaling(0, 3, idle_s=20.0), decided=Scaled("chat", 1))
     plane.ready(1)
