@@ -72,7 +72,12 @@ def scaling_fleet(seed: int) -> FleetSpec:
 
 
 def scaling_faults(seed: int) -> tuple[InjectedFault, ...]:
-    return draw_faults(Random(f"scaling faults {seed}"), duration_s=_FAULTS_S, count=FAULTS, among=_KINDS)
+    """Return mixed faults, and a pause of the leading plane that outlasts its lease, before the silence ends:
+    from then on two planes see a changing load, and one of them led before."""
+    rng = Random(f"scaling faults {seed}")
+    found = draw_faults(rng, duration_s=_FAULTS_S, count=FAULTS, among=_KINDS)
+    pause = InjectedFault(FaultKind.PLANE_PAUSE, rng.uniform(4.0, 20.0), rng.uniform(5.0, 8.0), 0.0, 0.0, 0.0)
+    return tuple(sorted((*found, pause), key=lambda fault: fault.at_s))
 
 
 def scaling_load(seed: int) -> Iterator[SimRequest]:
