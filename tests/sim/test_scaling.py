@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import pytest
 
+from services.core.records import DEPLOYMENTS, NODES, Deployment, IsolationTier, Node, dump, load
+from services.ports.store import Put
 from simulator.fleet.assembly import Parts, SimFleet
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.clients.session import ONCE
 from simulator.fleet.fleet import simulate
 from simulator.fleet.nodes.gateway_node import GatewayNode
-from simulator.fleet.spec import VersionSpec
+from simulator.fleet.spec import TenantSpec, VersionSpec
 from simulator.invariants.balance import Balance
-from simulator.invariants.scaling import BOUNDS, DECIDER, HELD, ORDERS, Decisions
+from simulator.invariants.scaling import BOUNDS, DECIDER, HELD, ORDERS, Decisions, HeldRequests
 from simulator.scaling.seeds import run_scaling, scaling_fleet, scaling_load, unreached
 from tests.sim.planted.gateways import EndsTwice
 from tests.sim.planted.planes import WritesUnfenced
@@ -89,6 +91,37 @@ def test_a_sequence_that_is_longer_than_the_idle_time_keeps_its_replica() -> Non
     assert (report.violations, record.outcome, record.resumes) == ((), "finished", 0)
     assert record.ended_s - record.first_token_s > 30.0 > spec.scaling.bounds.idle_s
     assert not decisions.decisions, "it reached zero while it ran"
+
+
+class _OwnNodes:
+    """A plan: the deployment and all nodes become those of one tenant."""
+
+    async def run(self, fleet: SimFleet) -> None:
+        (entry,) = (await fleet.store.list(DEPLOYMENTS)).entries
+        own = replace(load(entry.value, Deployment), tenant="one")
+        nodes = [Put(NODES + name, dump(Node(name, tenant="one"))) for name in fleet.workers]
+        await fleet.store.commit([Put(entry.key, dump(own)), *nodes])
+
+
+def test_a_dedicated_tenant_wakes_its_own_deployment() -> None:
+    spec = scaling_fleet(2)
+    assert spec.scaling is not None
+    tenants = TenantSpec("one", isolation=IsolationTier.DEDICATED), TenantSpec("two")
+    spec = replace(spec, tenants=tenants, scaling=replace(spec.scaling, faulty_ratio=0.0))
+    decisions, held, records = Decisions(spec.scaling), HeldRequests(), list[RequestRecord]()
+
+    def ended(record: RequestRecord) -> None:
+        held.closed(record)
+        records.append(record)
+
+    wakes = (SimRequest("one", prompt_tokens=32, output_tokens=40, arrival_s=at_s) for at_s in (40.0, 41.0))
+    report = simulate(
+        spec, wakes, plans=(_OwnNodes(),), invariants=(decisions, held, Balance()), on_record=ended
+    )
+    assert report.violations == ()
+    assert [one.outcome for one in records] == ["finished", "finished"]
+    assert (held.held, held.woken) == (2, 2)
+    assert list(decisions.decisions) == [0, 1], "it slept, and its own request started it"
 
 
 class _Preemption:
