@@ -114,13 +114,15 @@ def test_a_dedicated_tenant_wakes_its_own_deployment() -> None:
         held.closed(record)
         records.append(record)
 
-    wakes = (SimRequest("one", prompt_tokens=32, output_tokens=40, arrival_s=at_s) for at_s in (40.0, 41.0))
+    wakes = (
+        SimRequest("one", prompt_tokens=32, output_tokens=40, arrival_s=at_s) for at_s in (10.0, 40.0, 41.0)
+    )
     report = simulate(
         spec, wakes, plans=(_OwnNodes(),), invariants=(decisions, held, Balance()), on_record=ended
     )
     assert report.violations == ()
-    assert [one.outcome for one in records] == ["finished", "finished"]
-    assert (held.held, held.woken) == (2, 2)
+    assert [one.outcome for one in records] == ["finished"] * 3
+    assert (held.held, held.woken) == (3, 3)
     assert list(decisions.decisions) == [0, 1], "it slept, and its own request started it"
 
 
