@@ -153,7 +153,7 @@ class ScalingController:
             deployment,
             None if held is None else held.record,
             {(one.worker_id, one.assigned.version_digest): one.loaded for one in replicas},
-            None if loads is None else merged(loads.get(name, {}).values()),
+            None if loads is None else load_of(deployment, loads.get(name, {})),
             epoch,
             self._clock.unix_s(),
             self._clock.monotonic_s(),
@@ -209,7 +209,7 @@ class ScalingController:
 def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
     """Return the deployments that the load of each version is divided between, by digest.
 
-    Of a ``scaled`` one these are the versions that it gets, has, or tries; its own comes first.
+    A ``scaled`` one shares the versions that it gets, has or tries.
     """
     found: dict[str, list[Sharer]] = {}
     for one in fleet.deployments:
@@ -228,6 +228,11 @@ def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
         for digest in digests:
             found.setdefault(digest, []).append(Sharer(name, group, one.replicas, most))
     return found
+
+
+def load_of(deployment: Deployment, loads: Mapping[str, PoolLoad]) -> PoolLoad:
+    """Return the load of a deployment's versions, by digest, as one; the version that it gets counts first."""
+    return merged(loads[one] for one in sorted(loads, key=lambda one: one != deployment.version_digest))
 
 
 def merged(loads: Iterable[PoolLoad]) -> PoolLoad:

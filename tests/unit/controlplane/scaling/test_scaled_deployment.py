@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.controlplane.resources.deployments import check_scaling
-from services.controlplane.scaling.controller import merged
+from services.controlplane.scaling.controller import load_of, merged
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.scaler import ScalerTuning
 from services.core.errors import InvalidInput
@@ -250,6 +250,11 @@ def test_the_load_of_two_versions_is_one() -> None:
         ClassLoad(Priority.STANDARD, 4.0, 6.0, 60.0),
         ClassLoad(Priority.BATCH, arrived=7.0),
     }
+
+
+def test_the_version_that_a_deployment_gets_has_the_rate_that_counts() -> None:
+    loads = {"sha256:0": PoolLoad((), 3.0), DIGEST: PoolLoad((), 9.0)}
+    assert load_of(Deployment(Meta("chat"), "m", "latest", DIGEST, 1), loads).rate == 9.0
 
 
 def test_an_idle_one_that_left_a_full_pool_is_at_zero_until_a_request() -> None:
