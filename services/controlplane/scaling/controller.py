@@ -231,7 +231,7 @@ def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
 
 
 def load_of(deployment: Deployment, loads: Mapping[str, PoolLoad]) -> PoolLoad:
-    """Return the load of a deployment's versions, by digest, as one; the version that it gets counts first."""
+    """Return the load of several versions, by digest, as one; the one that the deployment gets is first."""
     return merged(loads[one] for one in sorted(loads, key=lambda one: one != deployment.version_digest))
 
 
