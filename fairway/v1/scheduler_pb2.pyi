@@ -1312,6 +1312,7 @@ class ClassLoad(_message.Message):
     ARRIVED_FIELD_NUMBER: _builtins.int
     DUE_FIELD_NUMBER: _builtins.int
     BURN_RATIO_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
     priority: _common_pb2.Priority.ValueType
     waiting: _builtins.float
     """Work in the queue."""
@@ -1319,6 +1320,8 @@ class ClassLoad(_message.Message):
     """Work that arrived since the leader began to count."""
     burn_ratio: _builtins.float
     """How many times too fast the budget of its objective is spent that more replicas may save. Only in ListScaling."""
+    deployment: _builtins.str
+    """The deployment that the requests name. Empty: rows, or those of all."""
     @_builtins.property
     def target(self) -> _duration_pb2.Duration:
         """Time to the first token that they are served for. Absent: none."""
@@ -1336,10 +1339,11 @@ class ClassLoad(_message.Message):
         arrived: _builtins.float = ...,
         due: _abc.Iterable[Global___DueWork] | None = ...,
         burn_ratio: _builtins.float = ...,
+        deployment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "burn_ratio", b"burn_ratio", "due", b"due", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "burn_ratio", b"burn_ratio", "deployment", b"deployment", "due", b"due", "priority", b"priority", "target", b"target", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1369,6 +1373,39 @@ class DueWork(_message.Message):
 Global___DueWork: _TypeAlias = DueWork  # noqa: Y015
 
 @_typing.final
+class GroupLoad(_message.Message):
+    """Requests for the nodes of one group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_GROUP_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    node_group: _builtins.str
+    deployment: _builtins.str
+    """The deployment that they name. Empty: of any."""
+    held: _builtins.int
+    """Requests that wait while no replica of the group serves."""
+    running: _builtins.int
+    """Requests on its replicas."""
+    def __init__(
+        self,
+        *,
+        node_group: _builtins.str = ...,
+        deployment: _builtins.str = ...,
+        held: _builtins.int = ...,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deployment", b"deployment", "held", b"held", "node_group", b"node_group", "running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupLoad: _TypeAlias = GroupLoad  # noqa: Y015
+
+@_typing.final
 class PoolLoad(_message.Message):
     """What the replicas of a pool are asked to do, and what one of them can."""
 
@@ -1380,18 +1417,24 @@ class PoolLoad(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     REPORTER_FIELD_NUMBER: _builtins.int
     RATE_BOUND_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     rate: _builtins.float
     """Work per second of one replica. 0: none was measured."""
     request_work: _builtins.float
     """Work of the mean request."""
     held: _builtins.int
-    """Requests that wait while no replica serves."""
+    """Requests that wait while no replica serves them."""
     reporter: _builtins.int
     """The epoch of the scheduler that counted."""
     rate_bound: Global___RateBound.ValueType
     """What keeps the rate from being higher. Unspecified: it was measured."""
+    running: _builtins.int
+    """Requests on replicas."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassLoad]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoad]: ...
     def __init__(
         self,
         *,
@@ -1401,10 +1444,12 @@ class PoolLoad(_message.Message):
         held: _builtins.int = ...,
         reporter: _builtins.int = ...,
         rate_bound: Global___RateBound.ValueType = ...,
+        running: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "held", b"held", "rate", b"rate", "rate_bound", b"rate_bound", "reporter", b"reporter", "request_work", b"request_work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "groups", b"groups", "held", b"held", "rate", b"rate", "rate_bound", b"rate_bound", "reporter", b"reporter", "request_work", b"request_work", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

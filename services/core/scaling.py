@@ -56,8 +56,13 @@ class Scaled:
 
     @property
     def hold_s(self) -> float:
-        """How long a request waits for the first replica, and a start from zero may take."""
+        """How long a request waits for the first replica."""
         return min(_MOST_HOLD_S, 30.0 + 2.0 * self.start_s)
+
+    @property
+    def start_limit_s(self) -> float:
+        """How long a start from zero may take; shorter, so that the request that began it gets the reason."""
+        return self.hold_s - 5.0
 
 
 class OrderState(StrEnum):

@@ -95,6 +95,7 @@ class Waking:
 
     hold_s: float
     failure: FairwayError | None = None
+    tenant: str = ""  # the tenant whose own nodes run it; empty: shared nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,7 @@ class ModelCatalog:
         self._refresh()
         if (scaling.min_replicas and found.replicas) or self._ready_of.get(model):
             return None
-        now_unix_s = self._clock.unix_s()
+        now_unix_s, held_for = self._clock.unix_s(), Waking(found.hold_s, tenant=held.record.tenant)
         if found.failure and found.retry_unix_s > now_unix_s:
             left_s = found.retry_unix_s - now_unix_s
             failure = NoWorkerAvailable(
@@ -314,7 +315,7 @@ class ModelCatalog:
                 model=model,
                 cause="START_FAILED",
             )
-            return Waking(found.hold_s, failure)
+            return replace(held_for, failure=failure)
         if not found.replicas and (scaling.frozen or scaling.pinned(now_unix_s) == 0):
             what = "froze" if scaling.frozen else "set"
             failure = NoWorkerAvailable(
@@ -323,8 +324,8 @@ class ModelCatalog:
                 model=model,
                 cause="NO_REPLICAS",
             )
-            return Waking(found.hold_s, failure)
-        return Waking(found.hold_s)
+            return replace(held_for, failure=failure)
+        return held_for
 
     def routes(self) -> list[Route]:
         """Return every route, by name; of a split the stable one."""

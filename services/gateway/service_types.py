@@ -11,7 +11,7 @@ from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, QueueFull, ShareExceeded, retry_in
 from services.core.limits import share_of
 from services.core.output_quantile import OutputPolicy, OutputQuantiles
-from services.core.records import Budget, Priority
+from services.core.records import Budget, Priority, Tenant
 from services.core.usage import RequestUsage
 from services.gateway.catalog import Waking
 from services.gateway.events import BATCH_FACE, Received
@@ -120,6 +120,12 @@ class Ports:
     gate: EgressGate | None = None
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
+
+    def waits_for_node(self, tenant: Tenant, model: str) -> bool:
+        """Return whether a tenant's request waits while no node of its group serves the model: by the
+        tenant's setting, or because it starts the first replica on these nodes."""
+        waking = self.waking(model)
+        return tenant.isolation_waits or (waking is not None and waking.tenant == tenant.meta.name)
 
     def egress(self, tenant_id: str, received: Received) -> StreamEgress | None:
         """Return what the output of a request leaves through; that of a batch's line is written to a file."""

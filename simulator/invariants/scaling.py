@@ -142,8 +142,8 @@ class Decisions(RolloutListener, Invariant):
 
 
 class HeldRequests(Invariant):
-    """A request that waits for the first replica ends once: by its deadline, or within the time that its
-    gateway may hold it.
+    """A request that waits for the first replica has an end: by its deadline, or within the time that its
+    gateway may hold it. That it has no second one is checked for every request (``clients.session.ONCE``).
 
     ``held`` counts such requests, and ``woken`` those of them that were answered.
     """
@@ -153,7 +153,6 @@ class HeldRequests(Invariant):
         self.woken = 0
         self._since_s: dict[tuple[int, int], float] = {}
         self._hold_s = Scaled(MODEL, 0).hold_s
-        self._ended: dict[int, None] = {}
         self._disturbed_s: dict[str, float] = {}
 
     def watch(self, fleet: SimFleet) -> None:
@@ -175,11 +174,7 @@ class HeldRequests(Invariant):
 
     def closed(self, record: RequestRecord) -> None:
         """A client's request ended."""
-        if record.number in self._ended:
-            self._add(f"request {record.number} ended again")
-        attempt = record.number, record.attempts
-        if attempt in self._since_s:
-            self._ended[record.number] = None
+        if (record.number, record.attempts) in self._since_s:
             self.woken += record.finished
 
     def _judge(self, session: SimSession, waited_s: float) -> None:

@@ -51,7 +51,7 @@ def scaling_fleet(seed: int) -> FleetSpec:
     scaling = ScalingSpec(
         Scaling(least, workers + rng.randint(1, 3), idle_s=rng.uniform(2.0, 4.0)),
         ScalerTuning(rate_window_s=0.5, settle_s=rng.uniform(4.0, 8.0)),
-        NodeLimits(most=rng.randint(2, 4), order_s=rng.uniform(12.0, 25.0), idle_s=rng.uniform(3.0, 8.0)),
+        NodeLimits(rng.randint(2, 4), rng.uniform(12.0, 25.0), rng.uniform(3.0, 8.0), settle_s=1.0),
         start_s=(3.0, 9.0),
         faulty_ratio=rng.choice((0.0, 0.3, 0.6)),
     )
@@ -72,7 +72,12 @@ def scaling_fleet(seed: int) -> FleetSpec:
 
 
 def scaling_faults(seed: int) -> tuple[InjectedFault, ...]:
-    return draw_faults(Random(f"scaling faults {seed}"), duration_s=_FAULTS_S, count=FAULTS, among=_KINDS)
+    """Return mixed faults, and a pause of the leading plane that outlasts its lease, before the silence ends:
+    from then on two planes see a changing load, and one of them led before."""
+    rng = Random(f"scaling faults {seed}")
+    found = draw_faults(rng, duration_s=_FAULTS_S, count=FAULTS, among=_KINDS)
+    pause = InjectedFault(FaultKind.PLANE_PAUSE, rng.uniform(4.0, 20.0), rng.uniform(5.0, 8.0), 0.0, 0.0, 0.0)
+    return tuple(sorted((*found, pause), key=lambda fault: fault.at_s))
 
 
 def scaling_load(seed: int) -> Iterator[SimRequest]:

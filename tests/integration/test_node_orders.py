@@ -53,6 +53,7 @@ class Rig:
     clock: HandClock = field(default_factory=HandClock)
     election: StaticElection = field(default_factory=StaticElection)
     made: int = 0
+    settle_s: float = 0.0
     informer: Any = None
     controller: Any = None
 
@@ -70,7 +71,7 @@ class Rig:
             KEY,
             self.clock,
             provider=self.provider,
-            limits=NodeLimits(most=4, order_s=100.0, idle_s=50.0),
+            limits=NodeLimits(most=4, order_s=100.0, idle_s=50.0, settle_s=self.settle_s),
             new_id=self.new_id,
             telemetry=NodeTelemetry(),
             growth_variance=lambda: 0.0,
@@ -84,6 +85,14 @@ class Rig:
     async def put(self, key: str, record: object) -> None:
         await self.store.commit([Put(key, dump(record))])
 
+    async def elect(self) -> None:
+        """Begin another term of the same process."""
+        await self.store.commit([Delete(KEY)])
+        await self.put(KEY, Leader("a", ""))
+        entry = await self.store.get(KEY)
+        assert entry is not None
+        self.election.turn(entry.create_revision)
+
     async def round(self, seconds: float = 2.0) -> None:
         """Make a round after the informer has followed the store."""
         latest = (await self.store.list(ROOT)).revision
@@ -96,8 +105,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[Rig]:
-    supervisor, rig = Supervisor(SystemClock()), Rig(MemoryStore(SystemClock()), MemoryNodes())
+async def started(settle_s: float = 0.0) -> AsyncIterator[Rig]:
+    """Yield a leader; most tests are of one that has led for a while."""
+    supervisor = Supervisor(SystemClock())
+    rig = Rig(MemoryStore(SystemClock()), MemoryNodes(), settle_s=settle_s)
     try:
         await rig.start(supervisor)
         yield rig
@@ -211,3 +222,44 @@ async def test_the_node_of_a_failed_order_is_taken_back_whatever_failed_meanwhil
         calls = len(rig.provider.calls)
         await rig.round()
         assert len(rig.provider.calls) == calls
+
+
+@pytest.mark.asyncio
+async def test_a_new_leader_changes_no_node_before_workers_had_time_to_register() -> None:
+    """An outage of the store ends their leases and the leader's: neither is a lost node, nor an empty one."""
+    async with started(settle_s=10.0) as rig:
+        await rig.provider.order("a", "", "")
+        await rig.put(NODE_ORDERS + "a", NodeOrder("a", 0.0, state=OrderState.LEAVING, node="node-0"))
+        version = AssignedVersion("chat", "m", DIGEST)
+        await rig.put(ASSIGNMENTS + "node-0", Assignment("node-0", (version,)))
+        for _ in range(4):
+            await rig.round()
+        assert rig.provider.nodes, "a node that is busy was given back"
+        await rig.put(WORKERS + "node-0", Worker("node-0", "w:1"))
+        for _ in range(4):
+            await rig.round()
+        assert [(one.order_id, one.state) for one in await rig.orders()] == [("a", OrderState.LEAVING)]
+        assert rig.provider.nodes
+        await rig.store.commit([Delete(WORKERS + "node-0")])
+        await rig.elect()
+        await rig.round()
+        await rig.round(9.0)
+        assert list(rig.provider.nodes) == ["a"], "another term of the same process is a new leader"
+        await rig.round()
+        assert list(rig.provider.nodes) != ["a"], "the lost one is given back, and another is ordered"
+
+
+@pytest.mark.asyncio
+async def test_a_node_is_not_idle_since_an_earlier_term() -> None:
+    async with started() as rig:
+        await rig.store.commit([Delete(DEPLOYMENTS + "chat")])
+        await rig.provider.order("a", "", "")
+        await rig.put(WORKERS + "node-0", Worker("node-0", "w:1"))
+        await rig.put(NODE_ORDERS + "a", NodeOrder("a", 0.0, state=OrderState.RUNNING, node="node-0"))
+        await rig.round()
+        rig.clock.now_s += 500.0  # another leads, and it serves
+        await rig.elect()
+        await rig.round()
+        assert [one.state for one in await rig.orders()] == [OrderState.RUNNING]
+        await rig.round(51.0)
+        assert [one.state for one in await rig.orders()] == [OrderState.RELEASED]

@@ -22,6 +22,7 @@ from services.core.manifest import Manifest
 from services.core.records import (
     DEPLOYMENTS,
     KEYS,
+    SCALED,
     TENANTS,
     WORKERS,
     ApiKey,
@@ -33,6 +34,7 @@ from services.core.records import (
     VersionState,
     Worker,
 )
+from services.core.scaling import Scaled, Scaling
 from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog
 from services.gateway.events import Received
@@ -177,6 +179,7 @@ class RowsGateway:
             new_incident=lambda: "inc_1",
             error_of=by_reason,
             telemetry=telemetry,
+            waking=self.catalog.waking,
             report_usage=self.reported.append,
             gate=EgressGate(self.identity.record, lambda: 1, CLOCK, self.metrics),
             poisons=PoisonGate(
@@ -213,6 +216,13 @@ class RowsGateway:
         self.deployments.put(DEPLOYMENTS + name, deployment, 42)
         loaded = LoadedVersion(name, name, digest, VersionState.READY)
         self.workers.put(WORKERS + f"w-{digest}", Worker(f"w-{digest}", "w:1", versions=(loaded,)))
+
+    def sleep(self, name: str, **decided: Any) -> None:
+        """Have a deployment without replicas, which its load may start."""
+        held = self.deployments.view[DEPLOYMENTS + name].record
+        self.deployments.put(DEPLOYMENTS + name, replace(held, scaling=Scaling(0, 1)), 42)
+        self.scaled.put(SCALED + name, Scaled(name, 0, **decided))
+        self.workers.put(WORKERS + f"w-{digest_of(name)}", Worker(f"w-{digest_of(name)}", "w:1"))
 
     def received(self) -> Received:
         return Received(CLOCK.monotonic_s(), 1, f"req_{next(self._numbers)}")

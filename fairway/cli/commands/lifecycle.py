@@ -29,6 +29,7 @@ from fairway.cli.fleet.installation import (
     check_start,
     continued,
     differing_options,
+    is_resize,
     remembered_options,
     run_installation,
     running_endpoints,
@@ -446,8 +447,8 @@ def up(
     """Start etcd, Redis, all roles and a model on this machine.
 
     Options that are not given are those of the last start. If it runs already, its addresses are shown; other
-    --workers are started, or drained and stopped, and other options are refused. Resources that operators
-    changed or deleted since the first start stay unchanged.
+    --workers are started, or drained and stopped, and other options and ranges N:M are refused. Resources
+    that operators changed or deleted since the first start stay unchanged.
 
     \b
     Examples:
@@ -524,7 +525,7 @@ def _up(options: UpOptions, given: set[str], before: UpOptions | None, *, detach
 def _continue(running: Endpoints, options: UpOptions, given: set[str], state: StateDir) -> None:
     """Show that it runs, after a change of the number of its workers. Raises CliError for other changes."""
     differing = differing_options(options, given, state)
-    if differing == ["workers"]:
+    if differing == ["workers"] and is_resize(options, state):
         before = len(running.workers)
         running = resize(state, running, options.workers, LineProgress(err()))
         plain(err(), f"workers: {before} before, {len(running.workers)} now")

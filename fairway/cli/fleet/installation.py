@@ -99,6 +99,8 @@ def _flag(name: str) -> str:
 
 def _option_text(name: str, options: UpOptions) -> str:
     """Return the value of the named option as text."""
+    if name == "workers" and options.most_ordered:
+        return f"{options.workers}:{options.most_workers}"
     value = not options.deploy if name == "no_model" else getattr(options, name)
     if isinstance(value, tuple):
         value = " ".join(f"{role}:{variable}={text}" for role, variable, text in value)
@@ -156,6 +158,12 @@ def differing_options(requested: UpOptions, given: Collection[str], state: State
     """Return the names of the ``given`` options with which the running installation was not started."""
     running = _running_options(requested, state)
     return [name for name in sorted(given) if _option_text(name, running) != _option_text(name, requested)]
+
+
+def is_resize(requested: UpOptions, state: StateDir) -> bool:
+    """Return whether a change of --workers is one of their number: none are ordered, before and after."""
+    running = _running_options(requested, state)
+    return not requested.most_ordered and not running.most_ordered
 
 
 def _running_options(requested: UpOptions, state: StateDir) -> UpOptions:
@@ -223,7 +231,7 @@ class _Installation:
                 asyncio.create_task(serve_changes(self.state.control, self.progress, self._set_workers))
             )
             tasks.append(asyncio.create_task(self._renew_certificates()))
-            if most := max(0, self.options.most_workers - self.options.workers):
+            if most := self.options.most_ordered:
                 path = self.state.data("ordered-workers.json")
                 nodes = LocalNodes(path, most, self._set_ordered, self.progress)
                 tasks.append(asyncio.create_task(nodes.run(self.state.nodes)))

@@ -66,6 +66,11 @@ class UpOptions:
         return cls(**{**raw, **lists, "ordered": ()})
 
     @property
+    def most_ordered(self) -> int:
+        """How many workers may be ordered beyond ``workers``."""
+        return max(0, self.most_workers - self.workers)
+
+    @property
     def is_fetched(self) -> bool:
         """Whether the model is to be fetched and converted before it is published."""
         return self.deploy and not self.model_dir and self.model == DefaultModel.SMOLLM2

@@ -66,7 +66,7 @@ class Addresses:
     def for_options(cls, options: UpOptions, ports: Mapping[str, int]) -> Addresses:
         counts = (options.workers, options.gateways, options.schedulers, options.controlplanes)
         certs = None if options.insecure else StateDir.at(Path(options.state_dir)).operator_certs
-        most_ordered = max(0, options.most_workers - options.workers)
+        most_ordered = options.most_ordered
         return cls(ports, *counts, options.host, certs, options.ordered, most_ordered)
 
     def tls_of(self, name: str) -> Path | None:

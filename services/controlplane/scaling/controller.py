@@ -7,7 +7,7 @@ is never written here.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,12 +20,13 @@ from services.controlplane.policy.memory import needs_of
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.residency import Residency, Resident, leaving
 from services.controlplane.scaling.policy.scaler import ScalerTuning
-from services.controlplane.scaling.policy.signals import LinesLeft, merged, signalled, zones_of
+from services.controlplane.scaling.policy.shared_versions import SharedVersions, Sharer
+from services.controlplane.scaling.policy.signals import LinesLeft, load_of, signalled, zones_of
 from services.controlplane.telemetry import ScalingTelemetry
 from services.core.batches import BatchRecord, OwnerRecord, owner_key
 from services.core.errors import FairwayError
 from services.core.estimates.pool_load import PoolLoad
-from services.core.records import DEPLOYMENTS, SCALED, Deployment, Node, Objective, dump
+from services.core.records import DEPLOYMENTS, SCALED, SHARED_NODES, Deployment, Node, Objective, dump
 from services.core.scaling import Scaled
 from services.ports.clock import Clock
 from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
@@ -43,18 +44,17 @@ class _Seen:
 
     fleet: Fleet
     hosts: Sequence[Host]
-    loads: Mapping[str, PoolLoad] | None
+    loads: Mapping[str, Mapping[str, PoolLoad]] | None  # by deployment and digest
     lines: LinesLeft
 
-    def load_of(
-        self, deployment: str, digests: Iterable[str], burn_of: Callable[[Objective], float]
-    ) -> PoolLoad | None:
+    def load_of(self, deployment: Deployment, burn_of: Callable[[Objective], float]) -> PoolLoad | None:
         """Return the load of all versions of a deployment, None while no scheduler reports."""
         if self.loads is None:
             return None
-        load = merged([self.loads[one] for one in digests if one in self.loads])
-        burns = {one.priority: burn_of(one) for one in self.fleet.objectives if one.model == deployment}
-        return signalled(load, self.lines.due(deployment, load.request_work), burns)
+        name = deployment.meta.name
+        load = load_of(deployment, self.loads.get(name, {}))
+        burns = {one.priority: burn_of(one) for one in self.fleet.objectives if one.model == name}
+        return signalled(load, self.lines.due(name, load.request_work), burns)
 
 
 @dataclass(slots=True)
@@ -64,6 +64,7 @@ class _Term:
     epoch: int
     scalers: dict[str, DeploymentScaler] = field(default_factory=dict)
     residency: Residency = field(default_factory=Residency)
+    shared: SharedVersions = field(default_factory=SharedVersions)
 
 
 class ScalingController:
@@ -150,8 +151,9 @@ class ScalingController:
             self._term.residency = Residency()
             return
         loads = await self._observed()
-        seen = self._seen(fleet_of(held.record for held in view.values()), loads)
-        fleet = seen.fleet
+        fleet = fleet_of(held.record for held in view.values())
+        divided = None if loads is None else self._term.shared.divide(loads, sharers(fleet, names))
+        seen = self._seen(fleet, divided)
         decided = [self._decide(deployment, view, seen, epoch) for deployment, _ in scaled]
         digests = {deployment.version_digest for deployment, _ in scaled}
         needs = {**self._term.residency.needs, **needs_of(fleet.workers)}
@@ -174,31 +176,23 @@ class ScalingController:
         scaler = self._term.scalers.setdefault(name, DeploymentScaler(self._tuning))
         held = view.get(SCALED + name)
         replicas = replicas_of(fleet, name)
-        arms = [arm for one in fleet.routes if one.route.deployment == name for arm in one.route.arms]
-        digests = dict.fromkeys(
-            (
-                deployment.version_digest,
-                *(one.assigned.version_digest for one in replicas),
-                *(arm.version_digest for arm in arms),
-            )
-        )
         situation = Situation(
             deployment,
             None if held is None else held.record,
             {(one.worker_id, one.assigned.version_digest): one.loaded for one in replicas},
-            seen.load_of(name, digests, self._burn_of),
+            seen.load_of(deployment, self._burn_of),
             epoch,
             self._clock.unix_s(),
             self._clock.monotonic_s(),
             replica_cost=replica_cost(deployment, fleet.workers),
-            in_rollout=bool(arms),
+            in_rollout=any(one.route.arms for one in fleet.routes if one.route.deployment == name),
             zones=zones_of(deployment, seen.hosts, {one.worker_id for one in replicas}),
             leaving=self._term.residency.leaving.get(name, ""),
         )
         decision = scaler.decide(situation)
         return decision, scaler.resident(situation, decision.replicas)
 
-    def _seen(self, fleet: Fleet, loads: Mapping[str, PoolLoad] | None) -> _Seen:
+    def _seen(self, fleet: Fleet, loads: Mapping[str, Mapping[str, PoolLoad]] | None) -> _Seen:
         nodes, lines = {one.worker_id: one for one in fleet.nodes}, LinesLeft()
         for batch in self._batches():
             lines.add(batch, self._clock.unix_s())
@@ -258,3 +252,27 @@ def advancing(
         owner = owners.get(owner_key(held.record.tenant, held.record.batch_id))
         if owner is None or not owner.record.stalled:
             yield held.record
+
+
+def sharers(fleet: Fleet, scaled: Collection[str]) -> dict[str, list[Sharer]]:
+    """Return the deployments that the load of each version is divided between, by digest.
+
+    A ``scaled`` one shares the versions that it gets, has or tries.
+    """
+    found: dict[str, list[Sharer]] = {}
+    for one in fleet.deployments:
+        name, digests = one.meta.name, {one.version_digest: None}
+        if name in scaled:
+            digests |= dict.fromkeys(
+                replica.assigned.version_digest for replica in replicas_of(fleet, name)
+            ) | dict.fromkeys(
+                arm.version_digest
+                for each in fleet.routes
+                if each.route.deployment == name
+                for arm in each.route.arms
+            )
+        most = one.scaling.max_replicas if one.scaling is not None else one.replicas
+        group = fleet.groups.get(one.tenant, one.tenant) if one.tenant else SHARED_NODES
+        for digest in digests:
+            found.setdefault(digest, []).append(Sharer(name, group, one.replicas, most))
+    return found

@@ -41,7 +41,10 @@ ZONE_LABEL: Final = "zone"
 
 
 class NodeController:
-    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+    """Runs in every control plane; acts only while it leads, after ``NodeLimits.settle_s``.
+
+    ``leader_key`` is the election's key.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class NodeController:
         self._backoff = Backoff(PERIOD_S, 300.0)
         self._failures, self._next_s = 0, 0.0
         self._settled_epoch: int | None = None  # epoch in which the provider had taken everything back
+        self._term: tuple[int, float] | None = None  # epoch, and when this leader first observed the fleet
 
     async def run(self) -> None:
         """Make a round every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
@@ -85,7 +89,11 @@ class NodeController:
     async def round(self, epoch: int) -> None:
         """Follow the orders and make or end some. A provider that fails is called again later."""
         now_s = self._clock.monotonic_s()
-        if not self._informer.synced or now_s < self._next_s:
+        if not self._informer.synced:
+            return
+        if self._term is None or self._term[0] != epoch:
+            self._term, self._idle_since_s = (epoch, now_s), {}
+        if now_s < max(self._next_s, self._term[1] + self._limits.settle_s):
             return
         fence = CreateRevisionIs(self._leader_key, epoch)
         try:

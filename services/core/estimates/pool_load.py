@@ -22,6 +22,17 @@ class ClassLoad:
     arrived: float = 0.0  # work that arrived, also refused, since the reporter began; never decreases
     due: tuple[tuple[float, float], ...] | None = None  # (seconds left, work) by deadline; None: it has none
     burn_ratio: float = 0.0  # speed at which its objective's budget is spent; 1 spends it exactly
+    deployment: str = ""  # the deployment that the requests name; empty: rows, or those of all
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """Requests for the nodes of one group. ``deployment``: the one that they name; empty: of any."""
+
+    node_group: str
+    deployment: str = ""
+    held: int = 0  # requests that wait while no replica of the group serves
+    running: int = 0  # requests on its replicas, those in a worker's queue included
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +42,9 @@ class PoolLoad:
     classes: tuple[ClassLoad, ...]
     rate: float | None = None  # work per second of one ready replica
     request_work: float = 1.0  # work of the mean request
-    held: int = 0  # requests that wait while no replica serves
+    held: int = 0  # requests that wait while no replica serves them
+    running: int = 0  # requests on replicas
+    groups: tuple[GroupLoad, ...] = ()  # both of a whole pool, by group of nodes and deployment
     reporter: int = 0  # epoch of the leader that counted; another one begins its counts anew
     capacity: ReplicaCapacity | None = None  # calibrated for the present mix; the lower of both rates counts
     rate_bound: Bound | None = None  # what keeps ``rate`` from being higher; None: it was measured

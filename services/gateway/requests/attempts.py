@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
 
 from services.core.errors import (
     DeadlineExceeded,
@@ -41,6 +43,8 @@ from services.gateway.policy.retry import (
 )
 from services.gateway.service_types import Ports
 from services.ports.worker import RunningSequence, SequenceSink
+
+_CHECK_S: Final = 1.0  # time between two looks at what ends a placement early
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,40 @@ class SequenceAttempts:
     def _trial_tokens(self) -> int:
         """How many tokens the next run produces apart; 0: the sequence is no suspect."""
         return self._suspicion.trial_tokens
+
+    def _place_or_wake(self) -> Callable[[PlaceSpec], Awaitable[AnyGrant]]:
+        """Return what places the sequence. Where it waits for its deployment's first replica, that raises why
+        the start failed."""
+        ports, model = self._ports, self._spec.model
+        if ports.waking(model) is None:
+            return ports.placement.place
+
+        def failed_start() -> FairwayError | None:
+            waking = ports.waking(model)
+            return None if waking is None else waking.failure
+
+        return partial(self._place_unless, failed_start)
+
+    async def _place_unless(self, ended: Callable[[], FairwayError | None], spec: PlaceSpec) -> AnyGrant:
+        """Place a sequence. Raises what ``ended`` returns meanwhile."""
+        found: list[FairwayError] = []
+
+        async def watch() -> None:
+            while (error := ended()) is None:
+                await self._ports.clock.sleep(_CHECK_S)
+            found.append(error)
+            placing.reschedule(asyncio.get_running_loop().time())
+
+        ports = self._ports
+        try:
+            async with asyncio.timeout(None) as placing:
+                watching = ports.supervisor.spawn(f"watch {spec.request_id}", watch())
+                try:
+                    return await ports.placement.place(spec)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            raise found[0] from None
 
     async def _attempt(self, start: StartSpec, sink: SequenceSink) -> Outcome:
         """Start under a grant and wait for the outcome. Leaving early frees the worker's KV."""

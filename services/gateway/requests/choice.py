@@ -40,7 +40,6 @@ from services.gateway.requests.terms import Admitted
 log = structlog.get_logger()
 # A worker that lost its lease for a moment returns within it.
 GONE_AFTER_S: Final = 10.0
-_GONE_CHECK_S: Final = 1.0
 # Takes the next of them: the place of the first, the tokens and their entries.
 Take = Callable[[int, Sequence[int], Sequence[TokenLogprobs]], None]
 
@@ -174,11 +173,7 @@ class ChoiceRun(SequenceAttempts):
         self._limit += tokens
 
     async def _place(self, excluded: tuple[str, ...]) -> AnyGrant:
-        place = self._request.ports.placement.place
-        if self.begun:
-            place = partial(self._place_unless, self._gone_watch())
-        elif self._request.ports.waking(self._spec.model) is not None:
-            place = partial(self._place_unless, self._failed_start)
+        place = partial(self._place_unless, self._gone_watch()) if self.begun else self._place_or_wake()
         self.timer.enter(Stage.QUEUE, self._clock.monotonic_s())
         try:
             # The first token is paid for before the placement, so that nothing waits on a worker for it.
@@ -186,27 +181,6 @@ class ChoiceRun(SequenceAttempts):
             return await placed(place, self._place_spec(), excluded)
         finally:
             self.timer.enter(Stage.DISPATCH, self._clock.monotonic_s())
-
-    async def _place_unless(self, ended: Callable[[], FairwayError | None], spec: PlaceSpec) -> AnyGrant:
-        """Place a sequence. Raises what ``ended`` returns meanwhile."""
-        found: list[FairwayError] = []
-
-        async def watch() -> None:
-            while (error := ended()) is None:
-                await self._clock.sleep(_GONE_CHECK_S)
-            found.append(error)
-            placing.reschedule(asyncio.get_running_loop().time())
-
-        ports = self._request.ports
-        try:
-            async with asyncio.timeout(None) as placing:
-                watching = ports.supervisor.spawn(f"watch {spec.request_id}", watch())
-                try:
-                    return await ports.placement.place(spec)
-                finally:
-                    watching.cancel()
-        except TimeoutError:
-            raise found[0] from None
 
     def _gone_watch(self) -> Callable[[], FairwayError | None]:
         """Return what finds that nothing has served the version of a begun output for a while."""
@@ -227,11 +201,6 @@ class ChoiceRun(SequenceAttempts):
             )
 
         return gone
-
-    def _failed_start(self) -> FairwayError | None:
-        """Return why the deployment, which had no replica, could not start one."""
-        waking = self._request.ports.waking(self._spec.model)
-        return None if waking is None else waking.failure
 
     def _place_spec(self) -> PlaceSpec:
         request, spec = self._request, self._spec
@@ -258,7 +227,7 @@ class ChoiceRun(SequenceAttempts):
             committed_tokens_per_minute=tenant.committed_tokens_per_minute,
             begun=self._granted,
             node_group=tenant.node_group,
-            isolation_waits=tenant.isolation_waits,
+            isolation_waits=request.ports.waits_for_node(tenant, spec.model),
             kv_share=tenant.kv_share,
             size_reason="" if spec.size is None else spec.size.text,
         )

@@ -110,7 +110,7 @@ class _EmbeddedRow(SequenceAttempts):
         """Return how the row ended. Raises what fails the whole request: nothing can place it."""
         excluded: tuple[str, ...] = ()
         while True:
-            grant = await placed(self._ports.placement.place, self._place_spec(), excluded)
+            grant = await placed(self._place_or_wake(), self._place_spec(), excluded)
             outcome = await self._execute(grant)
             if isinstance(outcome, SequenceEnd) and outcome.embedding:
                 return self._answer(outcome)

@@ -22,6 +22,7 @@ from services.core.errors import (
     DeadlineUnmeetable,
     FairwayError,
     InvalidInput,
+    NoWorkerAvailable,
     UnsupportedFeature,
 )
 from services.core.fixed_cost.rows import RawTensor, RowEnd
@@ -63,6 +64,7 @@ from services.runtime.identity import KeyDirectory
 # How many runs of other clients with less time than this one a client follows before it receives their error.
 MAX_RUNS: Final = 4
 ALL: Final = tuple(Operation)
+_READY_RETRY_S: Final = 1.0
 
 
 class Embeddings(Struct, frozen=True):
@@ -223,6 +225,16 @@ class RowsService:
         if model.signature is None:
             raise UnsupportedFeature(f"{route.model} generates text and has no tensors", field="model")
         return route, model.signature
+
+    async def require_ready(self, principal: Principal, request: inference_pb2.InferRequest) -> None:
+        """Return if a replica serves the model, or the next request starts one.
+
+        Raises NoWorkerAvailable, and as ``describe``.
+        """
+        route, _ = await self.describe(principal, request)
+        if not route.ready_replicas and self._parts.catalog.waking(route.model) is None:
+            text = f"no replica of {route.model} is ready"
+            raise NoWorkerAvailable(text, retry_after_s=_READY_RETRY_S, model=route.model)
 
     async def _texts(
         self,

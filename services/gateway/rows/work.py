@@ -259,7 +259,7 @@ class Rows:
             route_revision=route.route_revision,
             tenant_weight=self._payer.tenant.weight,
             node_group=self._payer.tenant.node_group,
-            isolation_waits=self._payer.tenant.isolation_waits,
+            isolation_waits=self._ports.waits_for_node(self._payer.tenant, route.model),
             kv_share=self._payer.tenant.kv_share,
             deadline_s=terms.received.monotonic_s + terms.timeout_s,
             traceparent=self._request.timer.traceparent,

@@ -24,7 +24,7 @@ from services.core.decisions import (
 )
 from services.core.errors import FairwayError, InvalidInput
 from services.core.estimates.capacity import Bound
-from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.estimates.pool_load import ClassLoad, GroupLoad, PoolLoad
 from services.core.fixed_cost.explained import RowsExplanation, RowTrip
 from services.core.fixed_cost.slots import SlotDemand, SlotLease, SlotRefusal, SlotReturn
 from services.core.fleet import (
@@ -365,6 +365,7 @@ LOAD: Final = Mirror(
         "classes": _CLASS_LOAD.each("classes"),
         "rate": Pair("rate", lambda rate: rate or 0.0, lambda rate: rate or None),
         "rate_bound": enum_pair("rate_bound", {None: 0, **numbers_of(Bound, pb.RateBound)}),
+        "groups": Mirror(GroupLoad, pb.GroupLoad).each("groups"),
     },
     apart=("capacity",),
 )

@@ -227,6 +227,14 @@ class FleetView:
         """Return what a worker last reported of a version that it has."""
         return self._workers[worker_id].pools[digest]
 
+    def in_flight(self, worker_id: str, digest: str) -> int:
+        """Return the requests of a version on a worker that reports, with the grants not reported yet."""
+        worker = self._workers[worker_id]
+        if not worker.reporting:
+            return 0
+        granted = worker.sums[digest].grants if digest in worker.sums else 0
+        return granted + worker.pools[digest].running + worker.pools[digest].waiting
+
     def levels_by_version(self) -> dict[str, PoolLevels]:
         """Return the levels of each version's workers, with the grants that are not reported yet."""
         return {

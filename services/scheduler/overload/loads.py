@@ -8,13 +8,14 @@ idle replica computes shows only what it received. Without a fit, the rate measu
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from services.core.decisions import PoolQueue
 from services.core.estimates.capacity import Bound, ReplicaCapacity, RequestMix, capacity_of
 from services.core.estimates.cost_model import CostModel
-from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.estimates.pool_load import ClassLoad, GroupLoad, PoolLoad
 from services.core.fleet import PoolSnapshot
 from services.core.records import Priority
 from services.scheduler.fleet.view import FleetView
@@ -34,17 +35,40 @@ def loads_of(fleet: FleetView, overload: Overload, slots: SlotPools, now_s: floa
             load = _of_rows(fleet, digest, work, rows, serving=bool(serving))
         else:
             load = _of_sequences(fleet, digest, work, serving)
+        groups = _groups(fleet, digest, work, slots.rows_by_group(digest), serving)
         yield PoolQueue(
             digest,
             workers=len(candidates),
             serving_workers=len(serving),
             load=PoolLoad(
                 *load[:3],
-                held=0 if serving else sum(rows.values()) + work.queued,
+                held=sum(one.held for one in groups),
+                running=sum(one.running for one in groups),
+                groups=groups,
                 reporter=fleet.epoch,
                 rate_bound=load[3],
             ),
         )
+
+
+def _groups(
+    fleet: FleetView,
+    digest: str,
+    work: PoolWork,
+    rows: Mapping[str, int],
+    serving: Mapping[str, Candidate],
+) -> tuple[GroupLoad, ...]:
+    serves = {one.node_group for one in serving.values()}
+    queued = {**work.queued, **{("", group): count for group, count in rows.items()}}
+    held = [
+        GroupLoad(group, deployment, held=count)
+        for (deployment, group), count in sorted(queued.items())
+        if count and group not in serves
+    ]
+    running = Counter[str]()
+    for name, candidate in fleet.candidates(digest).items():
+        running[candidate.node_group] += fleet.in_flight(name, digest)
+    return *held, *(GroupLoad(group, running=count) for group, count in sorted((+running).items()))
 
 
 _Load = tuple[tuple[ClassLoad, ...], float | None, float, Bound | None]

@@ -8,7 +8,7 @@ argument, in monotonic seconds.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -56,6 +56,7 @@ _SATURATED_S: Final = 20.0  # time of waiting work after which the measured rate
 _MIX_REQUESTS: Final = 128  # requests that ended last, of which a pool's mix is made
 
 Victim = tuple[QueuedPlacement, FairwayError]
+_Class = tuple[str, Priority]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,11 @@ class PoolWork:
     """
 
     target_s: Callable[[Priority], float]  # target of a class without an objective
-    arrived: dict[Priority, float] = field(default_factory=dict)
-    waiting: dict[Priority, float] = field(default_factory=dict)
-    targets: dict[Priority, float] = field(default_factory=dict)  # targets of the last arrivals
-    queued: int = 0
+    # By the deployment that requests name, empty for rows, and class.
+    arrived: dict[_Class, float] = field(default_factory=dict)
+    waiting: dict[_Class, float] = field(default_factory=dict)
+    targets: dict[_Class, float] = field(default_factory=dict)  # targets of the last arrivals
+    queued: Counter[tuple[str, str]] = field(default_factory=Counter)  # placements by deployment, node group
     waits_since_s: float = math.inf  # time since which a placement has waited
     measured_rate: float | None = None  # tokens per second of one worker, while work has waited for long
     # Prompt, cached and output tokens of requests that ended, and their mean output.
@@ -100,8 +102,9 @@ class PoolWork:
 
     def arrive(self, spec: PlaceSpec, tokens: float, target_s: float) -> None:
         """Count a placement that was submitted for the first time."""
-        self.arrived[spec.priority] = self.arrived.get(spec.priority, 0.0) + tokens
-        self.targets[spec.priority] = target_s
+        key = spec.model, spec.priority
+        self.arrived[key] = self.arrived.get(key, 0.0) + tokens
+        self.targets[key] = target_s
 
     def tokens(self, spec: PlaceSpec, predicted_tokens: int) -> float:
         """Return the tokens of a request: its prompt and the mean output, the predicted one before any."""
@@ -125,12 +128,12 @@ class PoolWork:
         return tuple(
             ClassLoad(
                 priority,
-                self.targets.get(priority, self.target_s(priority)),
-                self.waiting.get(priority, 0.0),
-                self.arrived[priority],
+                self.targets.get((deployment, priority), self.target_s(priority)),
+                self.waiting.get((deployment, priority), 0.0),
+                arrived,
+                deployment=deployment,
             )
-            for priority in Priority
-            if priority in self.arrived
+            for (deployment, priority), arrived in self.arrived.items()
         )
 
 
@@ -190,7 +193,7 @@ class Overload:
         for use in tenants:
             if use.rows:
                 arrived = self._pool(use.digest).work.arrived
-                arrived[use.priority] = arrived.get(use.priority, 0.0) + use.rows
+                arrived["", use.priority] = arrived.get(("", use.priority), 0.0) + use.rows
 
     def ended(self, usage: Iterable[SequenceUsage]) -> None:
         """Learn what requests took that ended."""
@@ -205,7 +208,9 @@ class Overload:
         work = pool.work.tokens(item.spec, item.predicted_tokens)
         waits = _Waits(item, arrival.rank, arrival.attempt > 0, work)
         pool.work.arrive(item.spec, work, self._target_s(item.spec))
-        pool.work.waiting[item.priority] = pool.work.waiting.get(item.priority, 0.0) + work
+        key = item.spec.model, item.priority
+        pool.work.waiting[key] = pool.work.waiting.get(key, 0.0) + work
+        pool.work.queued[item.spec.model, item.spec.node_group] += 1
         self._waits[item.number] = waits
         if not len(pool.order):
             pool.work.waits_since_s = now_s
@@ -230,9 +235,11 @@ class Overload:
         pool.of_tenant[item.tenant].discard(waits)
         if not len(pool.of_tenant[item.tenant]):
             del pool.of_tenant[item.tenant]
-        pool.work.waiting[item.priority] -= waits.work
+        pool.work.waiting[item.spec.model, item.priority] -= waits.work
+        pool.work.queued[item.spec.model, item.spec.node_group] -= 1
         if not len(pool.order):
             pool.work.waiting.clear()  # what rounding left
+            pool.work.queued.clear()
             pool.work.waits_since_s = math.inf
         tokens, target_s = item.demand.reserved_tokens, self._target_s(item.spec)
         pool.backlog.remove(item.priority, item.tenant, tokens, target_s)
@@ -328,7 +335,6 @@ class Overload:
         pool = self._pools.get(digest)
         if pool is None:
             return PoolWork(self.policy.targets.of)
-        pool.work.queued = len(pool.order)
         saturated = now_s - pool.work.waits_since_s >= _SATURATED_S
         pool.work.measured_rate = pool.rate.tokens_per_s(1) if saturated else None
         return pool.work

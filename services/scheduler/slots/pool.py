@@ -220,6 +220,14 @@ class SlotPool:
             found[wanted.demand.priority] += wanted.demand.rows
         return +found
 
+    @property
+    def rows_by_group(self) -> Counter[str]:
+        """The rows of all demands by the group of nodes that may run them."""
+        found: Counter[str] = Counter()
+        for _, wanted in self._holders():
+            found[wanted.demand.node_group] += wanted.demand.rows
+        return +found
+
     # --- demands ----------------------------------------------------------------------------------
 
     def demand(self, gateway: str, zone: str, wanted: SlotDemand, now_s: float) -> bool:

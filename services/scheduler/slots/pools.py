@@ -139,6 +139,11 @@ class SlotPools:
         pool = self._pools.get(digest)
         return {} if pool is None else pool.rows_by_class
 
+    def rows_by_group(self, digest: str) -> Mapping[str, int]:
+        """Return the same rows by the group of nodes that may run them."""
+        pool = self._pools.get(digest)
+        return {} if pool is None else pool.rows_by_group
+
     def by_kind(self) -> dict[str, int]:
         """Return the slots that are leased, those that are held, and the rows that want one."""
         leases = [lease for pool in self._pools.values() for lease in pool.leases.all()]

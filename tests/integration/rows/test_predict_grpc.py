@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -43,6 +44,22 @@ async def test_server_and_model_metadata(gateway: RowsGateway) -> None:
             ("token_type_ids", "INT64", [-1, -1]),
         ]
         assert [(each.name, list(each.shape)) for each in model.outputs] == [("embedding", [-1, 24])]
+
+
+async def test_a_model_that_the_next_request_starts_is_ready(gateway: RowsGateway) -> None:
+    """A router in front sends to ready models only: it has to send the request that wakes this one."""
+    name = v2.ModelReadyRequest(name="mlp")
+    async with served(gateway) as sockets:
+        gateway.sleep("mlp")
+        assert (await sockets.predict.ModelReady(name, metadata=AUTH)).ready
+        gateway.sleep("mlp", failure="no tensor x", retry_unix_s=4e9)
+        with pytest.raises(grpc.aio.AioRpcError, match="no tensor x"):
+            await sockets.predict.ModelReady(name, metadata=AUTH)
+        held = gateway.deployments.view["/fairway/v1/deployments/mlp"].record
+        gateway.deployments.put("/fairway/v1/deployments/mlp", replace(held, scaling=None), 42)
+        del gateway.scaled.records["/fairway/v1/scaled/mlp"]
+        with pytest.raises(grpc.aio.AioRpcError, match="no replica of mlp is ready"):
+            await sockets.predict.ModelReady(name, metadata=AUTH)
 
 
 async def test_raw_and_typed_contents_are_the_same_tensor(gateway: RowsGateway) -> None:

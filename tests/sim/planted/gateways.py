@@ -94,7 +94,7 @@ class Fails(GatewayNode):
         raise ValueError("a planted bug")
 
 
-class _Told:
+class ForwardedSink:
     """A sink that passes everything on."""
 
     def __init__(self, sink: RequestSink) -> None:
@@ -115,13 +115,13 @@ class _Told:
         self.sink.on_failed(error)
 
 
-class _TwiceTold(_Told):
+class _TwiceTold(ForwardedSink):
     def on_finished(self, finished: Finished) -> None:
         self.sink.on_finished(finished)
         self.sink.on_finished(finished)
 
 
-class _Repeated(_Told):
+class _Repeated(ForwardedSink):
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:

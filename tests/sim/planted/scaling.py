@@ -11,6 +11,7 @@ from services.controlplane.fleet import Fleet
 from services.controlplane.scaling.controller import ScalingController
 from services.controlplane.scaling.nodes import NodeController
 from services.controlplane.scaling.policy.residency import Resident
+from services.core.errors import FairwayError
 from services.core.estimates.pool_load import PoolLoad
 from services.core.records import ASSIGNMENTS, NODE_ORDERS, SCALED, Assignment, Deployment, dump
 from services.core.scaling import Scaled
@@ -24,6 +25,7 @@ from simulator.fleet.nodes.plane_node import PlaneNode
 from simulator.fleet.rollout_watch import RolloutListener, SignedStore, WatchedCatalog
 from simulator.fleet.spec import ScalingSpec
 from simulator.kernel.network import Network
+from tests.sim.planted.gateways import ForwardedSink
 
 _EMPTY_FROM_S = 15.0
 
@@ -73,6 +75,20 @@ class ForgetsDeadlines(GatewayNode):
         return super().submit(tenant, generation, sink, attempt=attempt)
 
 
+class LosesErrors(GatewayNode):
+    """Does not pass on why a request failed that was accepted."""
+
+    def submit(
+        self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0
+    ) -> Handle:
+        return super().submit(tenant, generation, _Silent(sink), attempt=attempt)
+
+
+class _Silent(ForwardedSink):
+    def on_failed(self, error: FairwayError) -> None:
+        return
+
+
 class _Holding(WatchedCatalog):
     def waking(self, model: str) -> Waking | None:
         found = super().waking(model)
@@ -91,7 +107,7 @@ class _TooMany(ScalingController):
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
         fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         found, resident = super()._decide(deployment, view, fleet, loads, epoch)
@@ -106,7 +122,7 @@ class _TooFew(ScalingController):
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
         fleet: Fleet,
-        loads: Mapping[str, PoolLoad] | None,
+        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         found, resident = super()._decide(deployment, view, fleet, loads, epoch)

@@ -384,6 +384,25 @@ def test_workers_come_and_go_while_it_runs(installation: Installation) -> None:
     assert len(installation.endpoints().workers) == 2
 
 
+def test_a_range_of_workers_does_not_come_or_go_while_it_runs(installation: Installation) -> None:
+    """What orders workers is a setting of the control planes, which read it when they start."""
+    start = ("up", "--detach", "--no-model", "--workers")
+    assert installation.run(*start, "1").returncode == 0
+    for text in ("1:4", "2:4"):
+        refused = installation.run("up", "--workers", text)
+        assert refused.returncode == 4, refused.stderr
+        assert f"--workers is 1, not {text}" in refused.stderr
+        assert "`fairway down`, then the same command" in refused.stderr.replace("\n", " ")
+    installation.run("down")
+    assert installation.run(*start, "1:4").returncode == 0
+    assert installation.run("up", "--workers", "1:4").returncode == 0
+    for text in ("1", "2", "2:4"):
+        refused = installation.run("up", "--workers", text)
+        assert refused.returncode == 4, refused.stderr
+        assert f"--workers is 1:4, not {text}" in refused.stderr
+    assert len(installation.endpoints().workers) == 1
+
+
 def test_a_worker_that_cannot_start_changes_nothing(installation: Installation) -> None:
     assert installation.run("up", "--detach", "--no-model").returncode == 0
     before = installation.record()

@@ -340,6 +340,9 @@ def test_a_deployment_that_its_load_may_start_is_servable_at_zero(fleet: Any) ->
     assert (route.deployment.replicas, route.ready_replicas) == (0, 0)
     fleet.catalog.require_servable(route)
     assert fleet.catalog.waking("chat-small") == Waking(70.0)
+    held = fleet.deployments.view[DEPLOYMENTS + "chat-small"].record
+    fleet.deployments.put(DEPLOYMENTS + "chat-small", replace(held, tenant="acme"))
+    assert fleet.catalog.waking("chat-small") == Waking(70.0, tenant="acme")
     fleet.ready()
     assert fleet.catalog.waking("chat-small") is None, "a replica serves"
 

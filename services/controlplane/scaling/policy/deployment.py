@@ -1,8 +1,8 @@
 """The decision of one deployment: the scaler's, within its bounds, and its starts from zero.
 
-A start from zero that does not become READY within ``Scaled.hold_s``, or whose every replica failed for good,
-ends at zero again, and the next is made after a time that doubles with each failure. One that another
-deployment displaced while it was idle ends at zero too. Pure: times are arguments.
+A start from zero that does not become READY within ``Scaled.start_limit_s``, or whose every replica failed
+for good, ends at zero again, and the next is made after a time that doubles with each failure. One that
+another deployment displaced while it was idle ends at zero too. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class DeploymentScaler:
         final = [one for one in failed if not one.retry_unix_s and one.reason != DoesNotFit.reason]
         if failed and len(final) == len(now.replicas):  # what does not fit loads once idle ones have left
             return why
-        limit_s = Scaled("", 0, start_s=self.starts.mean_s).hold_s
+        limit_s = Scaled("", 0, start_s=self.starts.mean_s).start_limit_s
         if self._woken_s is None or now.now_s - self._woken_s < limit_s:
             return ""
         why = why or ("" if now.replicas else "no worker took it")

@@ -30,6 +30,8 @@ class NodeLimits:
     most: int = 16  # nodes of the provider at once
     order_s: float = 600.0  # time from an order until its worker registers
     idle_s: float = 600.0  # time without an assignment until a node leaves
+    # Time of a new leader in which workers register again that lost their leases, and it changes no node.
+    settle_s: float = 10.0
     # Nodes that are kept without a replica, relative to those with one.
     warm_least_ratio: float = 0.1
     warm_most_ratio: float = 0.2

@@ -38,7 +38,7 @@ class Visits:
     """Times at which a deployment had requests. Those within ``stay_s`` of a visit belong to it, because they
     find the deployment loaded whatever leaves."""
 
-    active_s: float = -math.inf  # when a request last arrived or waited
+    active_s: float = -math.inf  # when a request last arrived, waited or ran
     _began_s: float | None = None
     _visits: float = 0.0
     _exposed_s: float = 0.0
@@ -58,7 +58,7 @@ class Visits:
         arrived = sum(one.arrived for one in load.classes)
         came = load.reporter == self._reporter and arrived > self._arrived
         self._reporter, self._arrived = load.reporter, arrived
-        if came or load.held or any(one.waiting for one in load.classes):
+        if came or load.held or load.running or any(one.waiting for one in load.classes):
             self.active_s = now_s
             if now_s - self._visited_s >= apart_s:
                 self._visits, self._visited_s = self._visits + 1.0, now_s

@@ -65,7 +65,8 @@ class ReplicaBounds:
 
     least: int = 1
     most: int = 1
-    idle_s: float = math.inf  # time without a request before the last replica is removed; needs ``least`` 0
+    # Time without a request, waiting or running, before the last replica is removed; needs ``least`` 0.
+    idle_s: float = math.inf
     pinned: int | None = None
     frozen: bool = False
 
@@ -212,7 +213,8 @@ class PoolScaler:
         if self._began_s is None:
             self._began_s = self._busy_s = now_s
         arrived = sum(one.arrived for one in load.classes)
-        active = load.held or arrived != self._arrived or any(one.waiting for one in load.classes)
+        active = load.held or load.running or arrived != self._arrived
+        active = active or any(one.waiting for one in load.classes)
         if active:
             self._arrived, self._busy_s = arrived, now_s
         signals, kept = self._signals(load, supply, now_s), 0

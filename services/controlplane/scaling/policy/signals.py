@@ -35,7 +35,13 @@ def merged(loads: Iterable[PoolLoad]) -> PoolLoad:
         classes=tuple(classes.values()),
         rate=next((one.rate for one in found if one.rate), None),
         held=sum(one.held for one in found),
+        running=sum(one.running for one in found),
     )
+
+
+def load_of(deployment: Deployment, loads: Mapping[str, PoolLoad]) -> PoolLoad:
+    """Return the load of several versions, by digest, as one; the one that the deployment gets is first."""
+    return merged(loads[one] for one in sorted(loads, key=lambda one: one != deployment.version_digest))
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from msgspec import Meta, Raw, Struct
 
 from fairway.inference import v2_pb2
 from fairway.v1 import common_pb2, inference_pb2
-from services.core.errors import InvalidInput, NoWorkerAvailable, UnsupportedFeature
+from services.core.errors import InvalidInput, UnsupportedFeature
 from services.core.fixed_cost.signature import ANY, Signature, TensorSpec
 from services.gateway.catalog import Route
 from services.gateway.faces.openai.types import parse_body
@@ -26,7 +26,6 @@ NAME: Final = "fairway"
 VERSION: Final = "2"  # version of the protocol
 EXTENSIONS: Final = ("binary_tensor_data",)
 PLATFORM: Final = "fairway"
-_RETRY_S: Final = 1.0
 # The data types whose elements are numbers or truth values in JSON and in typed contents.
 DTYPES: Final[dict[str, Any]] = {
     "BOOL": np.bool_,
@@ -81,14 +80,6 @@ def metadata_of(route: Route, signature: Signature) -> dict[str, Any]:
 
 def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [ANY, *spec.shape]}
-
-
-def require_ready(route: Route) -> None:
-    """Return if a replica serves the model. Raises NoWorkerAvailable."""
-    if not route.ready_replicas:
-        raise NoWorkerAvailable(
-            f"no replica of {route.model} is ready", retry_after_s=_RETRY_S, model=route.model
-        )
 
 
 def bytes_of(elements: Sequence[Any], datatype: str, field: str) -> bytes:

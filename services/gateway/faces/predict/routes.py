@@ -41,7 +41,6 @@ from services.gateway.faces.predict.codecs import (
     infer_request,
     infer_response,
     metadata_of,
-    require_ready,
 )
 from services.gateway.rows.service import RowsService
 from services.rpc import bounds
@@ -97,7 +96,7 @@ class PredictFace:
         for path, named in ((_MODEL + "/versions/{version}", ()), (_MODEL, _VERSION)):
             own: dict[str, Any] = {"headers": named}
             infer = {"takes": _KINDS, "returns": _KINDS, "headers": (*_INFER_HEADERS, *named)}
-            ready = "no body; 200 while a replica serves it"
+            ready = "no body; 200 while a replica serves it, or a request starts one"
             routes += [
                 ("POST", path + "/infer", tenant, self.infer, _INFERS, infer),
                 ("GET", path + "/ready", tenant, self.model_ready, ready, own),
@@ -126,8 +125,7 @@ class PredictFace:
         await exchange.reply.json(200, _encode(found))
 
     async def model_ready(self, exchange: Exchange) -> None:
-        route, _ = await self._service.describe(exchange.caller, _named(exchange))
-        require_ready(route)
+        await self._service.require_ready(exchange.caller, _named(exchange))
         await exchange.reply.json(200, b'{"ready":true}')
 
     async def infer(self, exchange: Exchange) -> None:
@@ -199,8 +197,7 @@ class PredictServicer(v2_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: v2_pb2.ModelReadyRequest, context: Context
     ) -> v2_pb2.ModelReadyResponse:
         named = inference_pb2.InferRequest(model=request.name, version=request.version)
-        route, _ = await self._service.describe(principal(), named)
-        require_ready(route)
+        await self._service.require_ready(principal(), named)
         return v2_pb2.ModelReadyResponse(ready=True)
 
     async def ServerMetadata(

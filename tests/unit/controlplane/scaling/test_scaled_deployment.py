@@ -10,7 +10,7 @@ import pytest
 from services.controlplane.resources.deployments import check_scaling
 from services.controlplane.scaling.policy.deployment import DeploymentScaler, Situation, replica_cost
 from services.controlplane.scaling.policy.scaler import ScalerTuning
-from services.controlplane.scaling.policy.signals import merged
+from services.controlplane.scaling.policy.signals import load_of, merged
 from services.core.errors import InvalidInput
 from services.core.estimates.pool_load import ClassLoad, PoolLoad
 from services.core.records import Deployment, LoadedVersion, Meta, Priority, VersionState, Worker
@@ -74,6 +74,16 @@ def test_a_held_request_starts_the_first_replica_and_idleness_removes_the_last()
     assert plane.writes == writes, "a decision is written when it changes"
     assert plane.decide(IDLE, 20).replicas == 0
     assert plane.signal == "idle"
+
+
+def test_the_idle_time_begins_at_the_end_of_the_last_request() -> None:
+    """A sequence that runs for longer keeps its replica; nor is it idle memory that another may take."""
+    plane = Plane(Scaling(0, 3, idle_s=90.0), decided=Scaled("chat", 1))
+    plane.ready(1)
+    assert plane.decide(replace(IDLE, running=1), 300).replicas == 1
+    assert plane.scaler.visits.active_s == plane.now_s
+    assert plane.decide(IDLE, 89).replicas == 1
+    assert plane.decide(IDLE, 2).replicas == 0
 
 
 def test_requests_keep_the_last_replica_before_any_rate_is_measured() -> None:
@@ -154,12 +164,13 @@ def test_a_start_that_fails_is_repeated_after_times_that_double_and_says_why() -
     assert (found.failed_wakes, found.failure, found.retry_unix_s) == (0, "", 0.0)
 
 
-def test_a_start_without_a_worker_ends_after_the_time_that_requests_wait() -> None:
+def test_a_start_without_a_worker_ends_before_the_request_that_waits_for_it() -> None:
     plane = Plane(Scaling(0, 2), replicas=0)
     assert plane.decide(HELD).replicas == 1
-    assert plane.decide(HELD, 145).replicas == 1
-    found = plane.decide(HELD, 10)
-    assert (found.replicas, found.failure) == (0, "no replica was READY within 150 s: no worker took it")
+    assert plane.decide(HELD, 143).replicas == 1
+    found = plane.decide(HELD, 3)
+    assert (found.replicas, found.failure) == (0, "no replica was READY within 145 s: no worker took it")
+    assert Scaled("chat", 0).hold_s == 150.0
 
 
 def test_a_start_that_a_deposed_leader_began_is_given_up_by_its_successor() -> None:
@@ -239,6 +250,11 @@ def test_the_load_of_two_versions_is_one() -> None:
         ClassLoad(Priority.STANDARD, 4.0, 6.0, 60.0),
         ClassLoad(Priority.BATCH, arrived=7.0),
     }
+
+
+def test_the_version_that_a_deployment_gets_has_the_rate_that_counts() -> None:
+    loads = {"sha256:0": PoolLoad((), 3.0), DIGEST: PoolLoad((), 9.0)}
+    assert load_of(Deployment(Meta("chat"), "m", "latest", DIGEST, 1), loads).rate == 9.0
 
 
 def test_an_idle_one_that_left_a_full_pool_is_at_zero_until_a_request() -> None:

@@ -721,6 +721,14 @@ async def test_a_request_of_a_deployment_at_zero_waits_for_the_first_replica() -
     assert harness.placement.asked[0].queue_ttl_s == 90.0
 
 
+async def test_a_request_waits_for_a_node_of_its_tenant_that_it_starts() -> None:
+    for owner in ("acme", "beta", ""):
+        harness = Harness(emit(1, ended(1)))
+        harness.use(replace(harness.ports, waking=lambda _, owner=owner: Waking(90.0, tenant=owner)))
+        assert isinstance(await harness.run(), Finished)
+        assert harness.placement.asked[0].isolation_waits == (owner == "acme")
+
+
 async def test_a_held_request_ends_with_the_reason_why_the_start_failed() -> None:
     harness = Harness(timeout_s=600.0)
     harness.placement.hold.clear()

@@ -23,6 +23,7 @@ from services.core.generation import (
 )
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import Priority
+from services.gateway.catalog import Waking
 from services.gateway.rows.inputs import token_tensor
 from services.gateway.rows.prefills import MAX_AT_ONCE, PrefilledRows
 from services.gateway.service_types import Ports
@@ -95,7 +96,7 @@ class Fleet:
         raise AssertionError("there is no output")
 
 
-def runner(fleet: Fleet) -> PrefilledRows:
+def runner(fleet: Fleet, **more: Any) -> PrefilledRows:
     client: Any = fleet
     ports = Ports(
         limiter=MemoryLimiter(CLOCK),
@@ -107,6 +108,7 @@ def runner(fleet: Fleet) -> PrefilledRows:
         sign_ticket=lambda ticket: f"{ticket.reserved_tokens} {ticket.choices}".encode(),
         new_incident=lambda: "inc",
         error_of=by_reason,
+        **more,
     )
     return PrefilledRows(ports)
 
@@ -143,6 +145,21 @@ async def test_a_row_carries_the_tier_and_the_kv_budget_of_its_tenant() -> None:
     (place,), (start,) = fleet.places, fleet.starts
     assert {name: getattr(place, name) for name in tier} == tier
     assert (start.node_group, start.kv_share) == ("dedicated/acme", 0.25)
+
+
+async def test_a_held_row_ends_with_the_reason_why_the_start_failed() -> None:
+    class Waits(Fleet):
+        async def place(self, spec: PlaceSpec) -> Grant:
+            self.places.append(spec)
+            return await asyncio.Future[Grant]()
+
+    def waking(model: str) -> Waking:
+        return Waking(600.0, NoWorkerAvailable("m: no tensor x") if fleet.places else None)
+
+    fleet = Waits()
+    async with asyncio.timeout(5.0):
+        with pytest.raises(NoWorkerAvailable, match="no tensor x"):
+            await runner(fleet, waking=waking).run(request([7, 8], [9]))
 
 
 async def test_a_large_request_holds_a_bounded_number_of_grants() -> None:

@@ -43,10 +43,12 @@ from services.core.limits import LimitKind, UsageLimits
 from services.core.poison.fingerprint import fingerprint_of_row
 from services.core.records import (
     BUDGETS,
+    DEPLOYMENTS,
     KEYS,
     WORKERS,
     ApiKey,
     Budget,
+    IsolationTier,
     KeyRole,
     LoadedVersion,
     Meta,
@@ -538,3 +540,18 @@ async def test_an_answer_of_rows_counts_as_output_that_left(gateway: RowsGateway
         await after
         await asyncio.sleep(2 * TICK_S)  # without a rate the debt is forgotten
     await at_rest(gateway)
+
+
+@pytest.mark.parametrize("owner", ["acme", ""])
+async def test_rows_wait_for_a_node_of_their_tenant_that_they_start(gateway: RowsGateway, owner: str) -> None:
+    """What runs on shared nodes cannot serve a dedicated tenant: it is not held for that."""
+    gateway.put_tenant(Tenant(Meta("acme"), isolation=IsolationTier.DEDICATED))
+    held = gateway.deployments.view[DEPLOYMENTS + "embed"].record
+    gateway.deployments.put(DEPLOYMENTS + "embed", replace(held, tenant=owner), 42)
+    await embed(gateway, "the fox")
+    gateway.sleep("embed")
+    await embed(gateway, "the fox")
+    serving, sleeping = gateway.runner.requests
+    assert serving.node_group == "dedicated/acme"
+    assert not serving.isolation_waits
+    assert sleeping.isolation_waits == bool(owner)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.core.estimates.capacity import Bound
-from services.core.estimates.pool_load import ClassLoad, PoolLoad
+from services.core.estimates.pool_load import ClassLoad, GroupLoad, PoolLoad
 from services.core.fixed_cost.slots import SlotDemand
 from services.core.fleet import PoolSnapshot, ReportSnapshot, TenantTokens
 from services.core.records import Priority
@@ -93,6 +95,21 @@ def test_requests_are_held_while_no_worker_serves() -> None:
     assert load_of_nothing(plant)
 
 
+def test_a_load_is_counted_by_deployment_and_by_the_nodes_that_may_run_it() -> None:
+    plant = Plant(1)
+    plant.ask(model="chat", output=400)
+    plant.ask(model="bot", output=400)
+    plant.ask(model="own", node_group="dedicated/acme", isolation_waits=True)
+    plant.run(0.3)
+    load = load_of(plant)
+    assert {one.deployment for one in load.classes} == {"chat", "bot", "own"}
+    assert load.groups == (GroupLoad("dedicated/acme", "own", held=1), GroupLoad("", running=2))
+    assert (load.held, load.running) == (1, 2)
+    plant.run(40)
+    load = load_of(plant)
+    assert (load.held, load.running, load.groups) == (0, 0, ())
+
+
 def load_of_nothing(plant: Plant) -> bool:
     """Return whether no pool is reported: the held requests timed out."""
     found = list(loads_of(plant.term.fleet, plant.term.overload, plant.term.slots, plant.now_s))
@@ -104,6 +121,12 @@ def test_rows_of_a_fixed_cost_version_are_work_by_their_device_time() -> None:
     demand = SlotDemand(digest, "acme", 40, 1.0, Priority.STANDARD, repeats=True)
     plant.term.streams.send(DemandSlots(plant.session, (demand,), ()))
     plant.run(0.5)
+    own = replace(demand, tenant="own", node_group="dedicated/acme", rows=5)
+    plant.term.streams.send(DemandSlots(plant.session, (own,), ()))
+    plant.run(0.1)
+    assert load_of(plant, digest).groups == (GroupLoad("", held=40), GroupLoad("dedicated/acme", held=5))
+    plant.term.streams.send(DemandSlots(plant.session, (replace(own, rows=0),), ()))
+    plant.run(0.1)
     assert load_of(plant, digest).held == 40
     reporter = plant.term.streams.open_reporter(lambda: None)
     pool = PoolSnapshot(digest, 0, 0, 1, 10, 6, 0, 0, row_slots=32, row_us=5000)
