@@ -83,13 +83,14 @@ def test_a_sequence_that_is_longer_than_the_idle_time_keeps_its_replica() -> Non
     """A drain would hand it over, to wait at zero for the replica that it starts again."""
     spec = scaling_fleet(2)
     assert spec.scaling is not None
-    spec = replace(spec, scaling=replace(spec.scaling, faulty_ratio=0.0))
-    decisions, records = Decisions(spec.scaling), list[RequestRecord]()
+    scaling = replace(spec.scaling, faulty_ratio=0.0)
+    spec = replace(spec, scaling=scaling)
+    decisions, records = Decisions(scaling), list[RequestRecord]()
     load = (SimRequest("one", prompt_tokens=32, output_tokens=1900, arrival_s=1.0),)
     report = simulate(spec, load, invariants=(decisions,), on_record=records.append)
     (record,) = records
     assert (report.violations, record.outcome, record.resumes) == ((), "finished", 0)
-    assert record.ended_s - record.first_token_s > 30.0 > spec.scaling.bounds.idle_s
+    assert record.ended_s - record.first_token_s > 30.0 > scaling.bounds.idle_s
     assert not decisions.decisions, "it reached zero while it ran"
 
 
@@ -107,8 +108,9 @@ def test_a_dedicated_tenant_wakes_its_own_deployment() -> None:
     spec = scaling_fleet(2)
     assert spec.scaling is not None
     tenants = TenantSpec("one", isolation=IsolationTier.DEDICATED), TenantSpec("two")
-    spec = replace(spec, tenants=tenants, scaling=replace(spec.scaling, faulty_ratio=0.0))
-    decisions, held, records = Decisions(spec.scaling), HeldRequests(), list[RequestRecord]()
+    scaling = replace(spec.scaling, faulty_ratio=0.0)
+    spec = replace(spec, tenants=tenants, scaling=scaling)
+    decisions, held, records = Decisions(scaling), HeldRequests(), list[RequestRecord]()
 
     def ended(record: RequestRecord) -> None:
         held.closed(record)

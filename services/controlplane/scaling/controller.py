@@ -39,7 +39,7 @@ Loads = Callable[[], Awaitable[Mapping[str, PoolLoad]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class Seen:
     """What one round decides from, for all deployments. ``loads`` None: no scheduler reports."""
 
     fleet: Fleet
@@ -169,7 +169,7 @@ class ScalingController:
         self,
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
-        seen: _Seen,
+        seen: Seen,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
         name, fleet = deployment.meta.name, seen.fleet
@@ -192,7 +192,7 @@ class ScalingController:
         decision = scaler.decide(situation)
         return decision, scaler.resident(situation, decision.replicas)
 
-    def _seen(self, fleet: Fleet, loads: Mapping[str, Mapping[str, PoolLoad]] | None) -> _Seen:
+    def _seen(self, fleet: Fleet, loads: Mapping[str, Mapping[str, PoolLoad]] | None) -> Seen:
         nodes, lines = {one.worker_id: one for one in fleet.nodes}, LinesLeft()
         for batch in self._batches():
             lines.add(batch, self._clock.unix_s())
@@ -200,7 +200,7 @@ class ScalingController:
             Host(one, True, nodes.get(one.worker_id, Node(one.worker_id)), None, {}, groups=fleet.groups)
             for one in fleet.workers
         ]
-        return _Seen(fleet, hosts, loads, lines)
+        return Seen(fleet, hosts, loads, lines)
 
     async def _observed(self) -> Mapping[str, PoolLoad] | None:
         try:

@@ -7,12 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fairway.v1 import inference_pb2
-from services.controlplane.fleet import Fleet
-from services.controlplane.scaling.controller import ScalingController
+from services.controlplane.scaling.controller import ScalingController, Seen
 from services.controlplane.scaling.nodes import NodeController
 from services.controlplane.scaling.policy.residency import Resident
 from services.core.errors import FairwayError
-from services.core.estimates.pool_load import PoolLoad
 from services.core.records import ASSIGNMENTS, NODE_ORDERS, SCALED, Assignment, Deployment, dump
 from services.core.scaling import Scaled
 from services.gateway.catalog import Waking
@@ -106,11 +104,10 @@ class _TooMany(ScalingController):
         self,
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
-        fleet: Fleet,
-        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
+        seen: Seen,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
-        found, resident = super()._decide(deployment, view, fleet, loads, epoch)
+        found, resident = super()._decide(deployment, view, seen, epoch)
         assert deployment.scaling is not None
         more = found.replicas == deployment.scaling.max_replicas
         return replace(found, replicas=found.replicas + more), resident
@@ -121,11 +118,10 @@ class _TooFew(ScalingController):
         self,
         deployment: Deployment,
         view: Mapping[str, Versioned[Any]],
-        fleet: Fleet,
-        loads: Mapping[str, Mapping[str, PoolLoad]] | None,
+        seen: Seen,
         epoch: int,
     ) -> tuple[Scaled, Resident | None]:
-        found, resident = super()._decide(deployment, view, fleet, loads, epoch)
+        found, resident = super()._decide(deployment, view, seen, epoch)
         grown = self.__dict__.setdefault("grown", found.replicas > 2) or found.replicas > 2
         self.__dict__["grown"] = grown
         assert deployment.scaling is not None

@@ -97,7 +97,7 @@ def test_work_is_never_counted_twice_or_lost(rounds: list[tuple[int, int, int, b
         for name, count in zip(totals, (chat, bot, rows), strict=True):
             totals[name] += count
         several = replace(CHAT, replicas=int(has_chat)), replace(BOT, replicas=int(has_bot))
-        found = divided(load_of(**totals), *several, by=by)
+        found = divided(load_of(reporter=1, **totals), *several, by=by)
         assert sum(map(arrived, found.values())) == pytest.approx(sum(totals.values()))
         for name, one in found.items():
             assert arrived(one) >= before[name]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -721,10 +722,14 @@ async def test_a_request_of_a_deployment_at_zero_waits_for_the_first_replica() -
     assert harness.placement.asked[0].queue_ttl_s == 90.0
 
 
+def _waking_of(owner: str, _: str) -> Waking:
+    return Waking(90.0, tenant=owner)
+
+
 async def test_a_request_waits_for_a_node_of_its_tenant_that_it_starts() -> None:
     for owner in ("acme", "beta", ""):
         harness = Harness(emit(1, ended(1)))
-        harness.use(replace(harness.ports, waking=lambda _, owner=owner: Waking(90.0, tenant=owner)))
+        harness.use(replace(harness.ports, waking=partial(_waking_of, owner)))
         assert isinstance(await harness.run(), Finished)
         assert harness.placement.asked[0].isolation_waits == (owner == "acme")
 
