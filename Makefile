@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-variants sim sim-tests sim-scale sim-handoff sim-elastic sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants sim sim-tests sim-scale sim-handoff sim-elastic sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -224,6 +224,9 @@ drill-update: setup-dev ## Update deployments under streams, on one worker and o
 
 drill-elastic: setup-dev ## From zero to three replicas and back under load (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_elastic $(ARGS)
+
+drill-zone: setup-dev ## Cut one of two zones off under load (about 3 minutes)
+	$(BIN)/python -m tests.e2e.drill_zone $(ARGS)
 
 drill-variants: setup-dev ## 40 versions at zero on two workers under Zipf arrivals (about 9 minutes)
 	$(BIN)/python -m tests.e2e.drill_variants $(ARGS)
