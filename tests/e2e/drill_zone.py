@@ -29,7 +29,6 @@ from typing import Final
 
 import grpc
 import psutil
-from google.protobuf.duration_pb2 import Duration
 
 from bench.overhead import quantile
 from fairway.client import AdminClient
@@ -104,9 +103,10 @@ class ZoneDrill:
 
     def table(self) -> Iterator[str]:
         yield f"{'s':>4} {'a':>3} {'b':>3} {'sent':>5} {'worst ttft s':>13}"
+        zones = self.ready[-1]
         for second in range(-2, int(CUT_S + AFTER_S)):
             sent = [waited for at_s, waited in self.ttft_s if int(at_s - self.cut_s) == second]
-            zones = self.ready.get(second, Counter())
+            zones = self.ready.get(second, zones)
             worst_s = max(sent, default=0.0)
             yield f"{second:>4} {zones['a']:>3} {zones['b']:>3} {len(sent):>5} {worst_s:>13.2f}"
 
@@ -138,7 +138,7 @@ async def run(stack: Stack) -> ZoneDrill:
                 model=stack.model,
                 version="latest",
                 executor="null",
-                scaling=cp.Scaling(min_replicas=2, max_replicas=WORKERS, idle=Duration(seconds=60)),
+                scaling=cp.Scaling(min_replicas=2, max_replicas=WORKERS),
             )
         )
         drill = ZoneDrill(stack, admin, inference_pb2_grpc.InferenceServiceStub(channel))
