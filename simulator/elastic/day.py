@@ -198,7 +198,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit status: 1 where a figure misses its target, 2 for a wrong use."""
     parsed = _parser().parse_args(arguments)
     try:
-        pools = [replace(POOLS[name], duration_s=parsed.hours * 3600.0) for name in parsed.pools]
+        duration_s = parsed.hours * 3600.0
+        pools = [replace(POOLS[name], duration_s=duration_s, seed=parsed.seed) for name in parsed.pools]
         if parsed.traces is not None:
             pools = [one.recorded(parsed.traces) for one in pools]
         result = compare(pools, parsed.jobs)
@@ -306,4 +307,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS))
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--seed", type=int, default=0, help="day, of the same rates")
     return parser
