@@ -28,7 +28,7 @@ _AMBIGUOUS: Final = re.compile(r"\[\[|\[\^\[|--|&&|~~|\|\|")
 
 @dataclass(frozen=True, slots=True)
 class CharSet:
-    """Characters of folded text: those in the ranges or of a kind (``d``, ``w``, ``s``; ``D``, ``W``, ``S``)."""
+    """Characters of folded text: those in the ranges, or of a kind by its letter in ``\\d \\w \\s``."""
 
     ranges: tuple[tuple[str, str], ...] = ()
     kinds: str = ""
@@ -69,7 +69,7 @@ class Expression:
 
 
 def parse(source: str) -> Expression:
-    """Return an expression that has a width of 1 to ``MAX_WIDTH`` characters. Raises ValueError with the mend."""
+    """Return an expression of 1 to ``MAX_WIDTH`` characters. Raises ValueError with the mend."""
     if len(source) > MAX_SOURCE_CHARS:
         raise ValueError(f"it is longer than {MAX_SOURCE_CHARS} characters; split it")
     if (doubled := _AMBIGUOUS.search(source)) is not None:
@@ -184,7 +184,7 @@ def _class(items: Any) -> CharSet:
 
 
 def _folded(first: int, last: int) -> tuple[tuple[str, str], ...]:
-    """Return the ranges of what the characters between two become. Raises ValueError for one that becomes none."""
+    """Return the ranges of what the characters between two become. Raises ValueError if that is nothing."""
     if last - first > _MAX_FOLDED_RANGE:
         return ((chr(first), chr(last)),)
     found = [fold_char(chr(code)) for code in range(first, last + 1)]
@@ -201,7 +201,7 @@ def _folded(first: int, last: int) -> tuple[tuple[str, str], ...]:
 
 
 def _measure(node: Node) -> tuple[int, int, int]:
-    """Return the smallest and the largest width of a match and the number of positions, repeats written out."""
+    """Return the least and the greatest width of a match, and its positions with repeats written out."""
     match node:
         case CharSet():
             return 1, 1, 1

@@ -2,7 +2,7 @@
 
 NFKC, case folding, decimal digits of all scripts as ASCII, look-alikes of Latin letters as these, white space
 as one kind of space; what has no width and the marks on letters are dropped. Each character is folded alone,
-so the result does not depend on how a text is cut; only characters that ``may_compose`` join with a following.
+so the result does not depend on how a text is cut; only one that ``may_compose`` joins with the following.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ALIKE: Final = {
     "/": "⁄∕",
 }
 _LOOK_ALIKES: Final = {ord(char): plain for plain, chars in _ALIKE.items() for char in chars}
-# Classes of marks that are a part of the letter in their script: nukta, kana voicing, virama; Thai, Lao, Tibetan.
+# Classes of marks that are a part of the letter: nukta, kana voicing, virama; those of Thai, Lao, Tibetan.
 _KEPT_MARKS: Final = frozenset((0, 6, 7, 8, 9, 103, 107, 118, 122, 129, 130, 132))
 # Letters without a visible form, which are of no category of invisible characters.
 _FILLERS: Final = frozenset("\u115f\u1160\u3164\uffa0\u2800")

@@ -22,7 +22,8 @@ MAX_PATTERNS: Final = 256
 MAX_PACK_POSITIONS: Final = 8_192
 MAX_WINDOW_TOKENS: Final = 256
 
-# block: refuse an input, end an output; stop: end an output; redact: replace the text; flag: count and record.
+# The strictest first. block: refuse an input, end an output; stop: end an output; redact: replace the text;
+# flag: count and record.
 SafetyAction = Literal["block", "stop", "redact", "flag"]
 Scope = Literal["input", "output"]
 # What happens without a verdict: nothing passes, all waits for at most ``hold_s``, or all passes with a flag.
@@ -30,7 +31,7 @@ FailMode = Literal["closed", "hold", "open"]
 DataKind = Literal["email", "card", "iban", "phone", "ip", "ssn"]
 JudgeTemplate = Literal["llama-guard", "shieldgemma", "qwen3guard", "qwen3guard-stream"]
 
-_ACTIONS: Final[tuple[SafetyAction, ...]] = ("block", "stop", "redact", "flag")  # the strictest first
+_ACTIONS: Final[tuple[SafetyAction, ...]] = ("block", "stop", "redact", "flag")
 _FAIL_MODES: Final[tuple[FailMode, ...]] = ("closed", "hold", "open")
 _SCOPES: Final[tuple[Scope, ...]] = ("input", "output")
 
@@ -40,15 +41,11 @@ _Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Scopes = Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1, max_length=2)]
 
 
-class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    pass
-
-
-class SafetyCategory(_Rule):
+class SafetyCategory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     action: SafetyAction
 
 
-class TextList(_Rule):
+class TextList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Phrases and patterns of one category. They are compared with folded text (``folding``)."""
 
     category: _CategoryName
@@ -62,20 +59,20 @@ class TextList(_Rule):
     fold_spaces: bool = False
 
 
-class PersonalData(_Rule):
+class PersonalData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     category: _CategoryName
     kinds: Annotated[tuple[DataKind, ...], msgspec.Meta(min_length=1, max_length=6)]
     scopes: _Scopes = _SCOPES
 
 
-class ProbeRule(_Rule):
+class ProbeRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The linear probe on activations, whose weights come with the version; it judges outputs."""
 
     category: _CategoryName
     threshold: _Threshold
 
 
-class _ModelRule(_Rule):
+class _ModelRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
     labels: Annotated[dict[_Label, _CategoryName], msgspec.Meta(min_length=1, max_length=64)]
     threshold: _Threshold = 0.5
@@ -88,17 +85,17 @@ class _ModelRule(_Rule):
     fail: FailMode | None = None
 
 
-class ClassifierRule(_ModelRule):
+class ClassifierRule(_ModelRule, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A fixed-cost model that judges a text of the last ``context_tokens`` tokens."""
 
 
-class JudgeRule(_ModelRule):
+class JudgeRule(_ModelRule, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A guard model that answers in text, prompted by its template."""
 
     template: JudgeTemplate
 
 
-class SafetyPack(_Rule):
+class SafetyPack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A pack without rules lets everything pass."""
 
     categories: Annotated[dict[_CategoryName, SafetyCategory], msgspec.Meta(max_length=64)] = {}
@@ -143,8 +140,8 @@ def _check_categories(pack: SafetyPack) -> None:
     for path, category in by_model:
         if pack.categories[category].action == "redact":
             raise ValueError(
-                f"{path}: {category!r} redacts, which only lists and personal data can: they have the text's "
-                "place; use another category, of block, stop or flag"
+                f"{path}: {category!r} redacts, and a model's verdict has no place in the text; "
+                "use a category of block, stop or flag"
             )
 
 
@@ -188,8 +185,8 @@ def _check_models(pack: SafetyPack) -> None:
             raise ValueError(f"{path}.thresholds: {unknown[0]!r} is not in labels; add it there or remove it")
         if "output" in rule.scopes and rule.every_tokens > max(pack.window_tokens, 1):
             raise ValueError(
-                f"{path}.every_tokens: verdicts every {rule.every_tokens} tokens hold more than window_tokens "
-                f"({pack.window_tokens}); lower it or raise the window"
+                f"{path}.every_tokens: verdicts every {rule.every_tokens} tokens hold more than "
+                f"window_tokens ({pack.window_tokens}); lower it or raise the window"
             )
     for field, rules in (("classifiers", pack.classifiers), ("judges", pack.judges)):
         models = [rule.model for rule in rules]
@@ -205,7 +202,7 @@ def _model_rules(pack: SafetyPack) -> list[tuple[str, _ModelRule]]:
 def stricter(default: SafetyPack, tenant: SafetyPack) -> SafetyPack:
     """Return the pack that finds whatever either finds, and acts on it as the stricter of the two.
 
-    A category that would redact what a model or the probe finds stops instead: they have no place in the text.
+    A category that would redact what a model or the probe finds stops instead: that has no place in the text.
     """
     categories = dict(default.categories)
     for name, category in tenant.categories.items():
