@@ -1,0 +1,90 @@
+"""Phrases of lists, searched all at once (Aho and Corasick, 1975)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import ahocorasick
+
+from fairway.formats.expressions import is_word
+
+# Takes a rule and the range of its match in the searched text.
+Found = Callable[[int, int, int], None]
+
+
+class PhraseSet:
+    """Folded phrases with the rules that have them; with ``whole_words``, no letters may be next to a match."""
+
+    def __init__(self, phrases: Mapping[str, Sequence[int]], *, whole_words: bool) -> None:
+        self.automaton = ahocorasick.Automaton()
+        for phrase, rules in phrases.items():
+            self.automaton.add_word(phrase, (len(phrase), tuple(rules)))
+        self.automaton.make_automaton()
+        self.whole_words = whole_words
+        self.longest = max(map(len, phrases))
+        ordered = sorted(phrases)
+        extended = {one for one, other in zip(ordered, ordered[1:], strict=False) if other.startswith(one)}
+        # Phrases that are final once they are complete: no other continues them, and no edge has to follow.
+        self.final = frozenset(
+            phrase
+            for phrase in ordered
+            if phrase not in extended and not (whole_words and is_word(phrase[-1]))
+        )
+
+
+class PhraseScan:
+    """Searches a text as it grows. ``text`` and ``base``: what is kept of it, and how much came before that."""
+
+    def __init__(self, phrases: PhraseSet, found: Found) -> None:
+        self._phrases = phrases
+        self._found = found
+        self._matches = phrases.automaton.iter("")
+        self._at_end: list[tuple[int, int, tuple[int, ...]]] = []  # matches without their next character
+        self._live = 0
+
+    def feed(self, new: str, text: str, base: int) -> None:
+        """Search the text's new characters, at its end."""
+        whole_words, size = self._phrases.whole_words, base + len(text)
+        if self._at_end:
+            if not is_word(new[0]):
+                self.finish()
+            self._at_end.clear()
+        self._matches.set(new)
+        for last, (length, rules) in self._matches:
+            end = last + 1
+            start = end - length
+            if whole_words:
+                if not _is_edge(text, start - base):
+                    continue
+                if end == size and is_word(text[-1]):
+                    self._at_end.append((start, end, rules))
+                    continue
+                if end < size and not _is_edge(text, end - base):
+                    continue
+            for rule in rules:
+                self._found(rule, start, end)
+
+    def finish(self) -> None:
+        """Report the matches that the end of the text completes."""
+        for start, end, rules in self._at_end:
+            for rule in rules:
+                self._found(rule, start, end)
+
+    def live_from(self, text: str, base: int) -> int:
+        """Return where the earliest phrase begins that the text's end may be a part of; its size if none does."""
+        phrases, size = self._phrases, base + len(text)
+        prefix = phrases.automaton.longest_prefix
+        start = max(self._live, size - phrases.longest)
+        while start < size:
+            if not phrases.whole_words or _is_edge(text, start - base):
+                tail = text[start - base :]
+                if prefix(tail) == len(tail) and tail not in phrases.final:
+                    break
+            start += 1
+        self._live = start
+        return start
+
+
+def _is_edge(text: str, index: int) -> bool:
+    """Return whether a word may begin or end before this character."""
+    return not index or not (is_word(text[index - 1]) and is_word(text[index]))
