@@ -1,6 +1,6 @@
 """One automaton for many bounded expressions: linear in the text, whatever the text is.
 
-It is the position automaton (Glushkov, 1961). A set of positions is an integer's bits, so that a step is a few
+It is the position automaton (Glushkov, 1961). A set of positions is an integer's bits, so that a step is some
 operations on integers; sets and their steps are kept as states, as a text needs them, up to a bound. A second
 walk, back over the text, finds where the matches that end in a set of positions begin.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from fairway.formats.expressions import (
@@ -284,7 +285,7 @@ class _Builder:
         if not most:
             return _Part()
         parts = [self.part(item) for _ in range(most)]
-        for before, after in zip(parts, parts[1:], strict=False):
+        for before, after in pairwise(parts):
             self.link(before.last, after.first)
         last = 0
         for part in parts[max(least, 1) - 1 :]:

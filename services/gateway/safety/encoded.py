@@ -18,7 +18,7 @@ _URL_SAFE: Final = str.maketrans("-_", "+/")
 
 
 class Base64Runs:
-    """Searches runs of base64, each from its first four characters on: other letters may precede the encoding.
+    """Searches runs of base64, each from its first four characters on: other letters may come before.
 
     ``open_search`` returns the search of one such reading. A run may be broken into lines.
     """

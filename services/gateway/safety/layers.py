@@ -76,11 +76,12 @@ class Folding:
 
     def feed(self, piece: Piece) -> Piece:
         text = piece.text
-        if text.isascii() and not self._char and not _UNEVEN.search(text):
-            if not (self._spaced and text.startswith(" ")):
-                if text:
-                    self._spaced = text.endswith(" ")
-                return Piece(text.lower(), piece.starts, piece.ends)
+        if not text:
+            return piece
+        doubled = self._spaced and text[0] == " "
+        if text.isascii() and not self._char and not doubled and not _UNEVEN.search(text):
+            self._spaced = text[-1] == " "
+            return Piece(text.lower(), piece.starts, piece.ends)
         writer = _Writer()
         for char, start, end in zip(text, piece.starts, piece.ends, strict=True):
             for folded in fold_char(char):

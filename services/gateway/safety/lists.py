@@ -1,7 +1,7 @@
 """The layers of a safety pack that read text: phrases, patterns and personal data, searched in a stream.
 
-A match is reported at its earliest end, and is extended while it goes on. What may still become a match is not
-safe to send; everything before that is, so that a stream is held back by exactly what is undecided.
+A match is reported at its earliest end, and is extended while it goes on. What may still become a match is
+not safe to send; everything before that is, so that a stream is held back by exactly what is undecided.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class TextRules:
     """The rules of a pack for inputs or outputs, compiled."""
 
     def __init__(self, pack: SafetyPack, scope: Scope) -> None:
-        self.categories = tuple(rule.category for rule in (*pack.lists, *pack.personal_data))
+        personal_data = [rule.category for rule in pack.personal_data]
+        self.categories = (*(rule.category for rule in pack.lists), *personal_data)
         lists = [(index, rule) for index, rule in enumerate(pack.lists) if scope in rule.scopes]
         personal = [
             sought

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import ahocorasick
 
@@ -13,7 +14,7 @@ Found = Callable[[int, int, int], None]
 
 
 class PhraseSet:
-    """Folded phrases with the rules that have them; with ``whole_words``, no letters may be next to a match."""
+    """Folded phrases with their rules. With ``whole_words``, no letter of a word may be next to a match."""
 
     def __init__(self, phrases: Mapping[str, Sequence[int]], *, whole_words: bool) -> None:
         self.automaton = ahocorasick.Automaton()
@@ -23,7 +24,7 @@ class PhraseSet:
         self.whole_words = whole_words
         self.longest = max(map(len, phrases))
         ordered = sorted(phrases)
-        extended = {one for one, other in zip(ordered, ordered[1:], strict=False) if other.startswith(one)}
+        extended = {one for one, other in pairwise(ordered) if other.startswith(one)}
         # Phrases that are final once they are complete: no other continues them, and no edge has to follow.
         self.final = frozenset(
             phrase
@@ -33,7 +34,7 @@ class PhraseSet:
 
 
 class PhraseScan:
-    """Searches a text as it grows. ``text`` and ``base``: what is kept of it, and how much came before that."""
+    """Searches a text as it grows. ``text`` and ``base``: what is kept of it, and the length before that."""
 
     def __init__(self, phrases: PhraseSet, found: Found) -> None:
         self._phrases = phrases
@@ -71,7 +72,7 @@ class PhraseScan:
                 self._found(rule, start, end)
 
     def live_from(self, text: str, base: int) -> int:
-        """Return where the earliest phrase begins that the text's end may be a part of; its size if none does."""
+        """Return where the earliest phrase begins that the text's end may be a part of; else its size."""
         phrases, size = self._phrases, base + len(text)
         prefix = phrases.automaton.longest_prefix
         start = max(self._live, size - phrases.longest)

@@ -111,7 +111,8 @@ class _View:
         return None if oldest == size else self._find(oldest)[0]
 
     def _complete(self, end: int) -> None:
-        assert self._automaton is not None and self._state is not None, "an expression without an automaton"
+        assert self._automaton is not None, "an expression without an automaton"
+        assert self._state is not None, "an automaton without a state"
         for ending in self._state.endings:
             match = self._automaton.match(self._state, ending, self._text, end, whole=not self._base)
             if match is not None:
