@@ -53,13 +53,15 @@ class Ending:
 class _State(dict[str, "_State"]):
     """A set of positions; the next one by character. ``endings``: what is complete in it."""
 
-    __slots__ = ("back", "begins", "bits", "endings", "owner")
+    __slots__ = ("back", "begins", "bits", "endings", "open", "owner")
 
     def __init__(self, owner: Automaton, bits: int, back: bool) -> None:
         super().__init__()
         self.owner = owner
         self.bits = bits
         self.back = back
+        # The first state of the walk back to the matches that are open, once it has been needed.
+        self.open: _State | None = None
         self.endings = () if back else owner.endings_in(bits)
         # Bit 0: a match begins with the character read last; bit 1: with the one after it.
         self.begins = bool(bits & owner.first_bits) | bool(bits & owner.before_bits) << 1
@@ -132,11 +134,17 @@ class Automaton:
 
         It is the text's length if there is none. ``whole``: the text has no earlier characters.
         """
-        oldest = len(text)
-        if bits := state.bits & self._open_bits:
-            for begin in self._begins(self._state(bits, back=True), text, len(text), whole=whole):
-                oldest = begin
-        return oldest
+        index = oldest = len(text)
+        back = state.open
+        if back is None:
+            bits = state.bits & self._open_bits
+            back = state.open = self._state(bits, back=True)
+        while back.bits and index:
+            index -= 1
+            if begins := back.begins:
+                oldest = index + 1 - (begins & 1)
+            back = back[text[index - 1] if index else EDGE]
+        return 0 if whole and not index and back.begins & 2 else oldest
 
     def match(
         self, state: _State, ending: Ending, text: str, end: int, *, whole: bool
@@ -177,6 +185,7 @@ class Automaton:
         """Empty all states: a scan that still has one of them continues from it, and nothing else is kept."""
         for state in self._states.values():
             state.clear()
+            state.open = None
         self._states.clear()
         self._kept_steps = 0
 

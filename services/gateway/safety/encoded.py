@@ -28,12 +28,14 @@ class Base64Runs:
         self._short = EMPTY  # a run that is too short so far
         self._readings: tuple[_Reading, ...] = ()
 
-    @property
-    def held_from(self) -> int | None:
-        """Where in the original text the earliest part begins that may still decode to a match."""
+    def held_from(self, chars: int) -> int:
+        """Return where in the original text the earliest part begins that may still decode to a match.
+
+        It is ``chars``, the text's length, if there is none.
+        """
         if self._short.text:
             return self._short.starts[0]
-        return min((at for reading in self._readings if (at := reading.held_from) is not None), default=None)
+        return min([chars, *(reading.held_from(chars) for reading in self._readings)])
 
     def feed(self, piece: Piece) -> None:
         for found in _RUN.finditer(piece.text):
@@ -72,11 +74,10 @@ class _Reading:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._char_start: int | None = None  # the place of the first byte of an incomplete character
 
-    @property
-    def held_from(self) -> int | None:
-        left = self._left.starts[0] if self._left.text else None
-        found = (self._search.held_from, left, self._char_start)
-        return min((at for at in found if at is not None), default=None)
+    def held_from(self, chars: int) -> int:
+        left = self._left.starts[0] if self._left.text else chars
+        char = chars if self._char_start is None else self._char_start
+        return self._search.held_from(min(left, char))
 
     def feed(self, piece: Piece) -> None:
         if self._skipped:

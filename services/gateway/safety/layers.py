@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from fairway.formats.folding import composed, fold_char, may_compose
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """The next text of a layer. ``starts`` and ``ends``: the range in the original text, by character."""
 
     text: str
@@ -59,6 +57,7 @@ class _Writer:
 
 # ASCII that changes by more than its case: control characters, and white space that is not one space.
 _UNEVEN: Final = re.compile(r"[\x00-\x1f\x7f`]|  ")
+_EVEN: Final = re.compile(r"[!-_a-~]+(?: [!-_a-~]+)*")
 
 
 class Folding:
@@ -69,10 +68,9 @@ class Folding:
         self._char = ""
         self._start = self._end = 0
 
-    @property
-    def held_from(self) -> int | None:
-        """Where in the original text the character begins that it holds back."""
-        return self._start if self._char else None
+    def held_from(self, chars: int) -> int:
+        """Return where in the original text the character begins that is held back, ``chars`` if none is."""
+        return self._start if self._char else chars
 
     def feed(self, piece: Piece) -> Piece:
         text = piece.text
@@ -82,10 +80,15 @@ class Folding:
         if text.isascii() and not self._char and not doubled and not _UNEVEN.search(text):
             self._spaced = text[-1] == " "
             return Piece(text.lower(), piece.starts, piece.ends)
-        writer = _Writer()
-        for char, start, end in zip(text, piece.starts, piece.ends, strict=True):
-            for folded in fold_char(char):
-                self._add(folded, start, end, writer)
+        writer, position = _Writer(), 0
+        for even in _EVEN.finditer(text):
+            self._fold(piece.part(position, even.start()), writer)
+            self._release(writer)
+            position = even.end()
+            plain = piece.part(even.start(), position)
+            writer.copy(Piece(plain.text.lower(), plain.starts, plain.ends))
+            self._spaced = False
+        self._fold(piece.part(position, len(text)), writer)
         return writer.piece()
 
     def finish(self) -> Piece:
@@ -93,6 +96,11 @@ class Folding:
         writer = _Writer()
         self._release(writer)
         return writer.piece()
+
+    def _fold(self, piece: Piece, writer: _Writer) -> None:
+        for char, start, end in zip(piece.text, piece.starts, piece.ends, strict=True):
+            for folded in fold_char(char):
+                self._add(folded, start, end, writer)
 
     def _add(self, folded: str, start: int, end: int, writer: _Writer) -> None:
         if self._char:
@@ -141,10 +149,9 @@ class JsonUnescaping:
     def __init__(self) -> None:
         self._held = EMPTY
 
-    @property
-    def held_from(self) -> int | None:
-        """Where in the original text the escape begins that is not complete."""
-        return self._held.starts[0] if self._held.text else None
+    def held_from(self, chars: int) -> int:
+        """Return where in the original text the escape begins that is not complete, ``chars`` if none is."""
+        return self._held.starts[0] if self._held.text else chars
 
     def feed(self, piece: Piece) -> Piece:
         if not self._held.text and "\\" not in piece.text:

@@ -109,12 +109,10 @@ class TextScan:
         """How many characters of the text no match can include that is not complete. It never decreases."""
         if self._finished:
             return self.chars
-        held = [self._search.held_from]
+        safe = self._search.held_from(self.chars)
         if self._unescaping is not None:
-            held.append(self._unescaping.held_from)
-        if self._base64 is not None:
-            held.append(self._base64.held_from)
-        return min((at for at in held if at is not None), default=self.chars)
+            safe = min(safe, self._unescaping.held_from(self.chars))
+        return safe if self._base64 is None else min(safe, self._base64.held_from(self.chars))
 
     def feed(self, text: str) -> None:
         start = self.chars

@@ -73,16 +73,23 @@ class PhraseScan:
 
     def live_from(self, text: str, base: int) -> int:
         """Return where the earliest phrase begins that the text's end may be a part of; else its size."""
-        phrases, size = self._phrases, base + len(text)
-        prefix = phrases.automaton.longest_prefix
-        start = max(self._live, size - phrases.longest)
+        phrases, size = self._phrases, len(text)
+        prefix, whole_words, final = phrases.automaton.longest_prefix, phrases.whole_words, phrases.final
+        start = self._live - base
+        if size - start > phrases.longest:
+            start = size - phrases.longest
+        in_word = whole_words and start > 0 and is_word(text[start - 1])
         while start < size:
-            if not phrases.whole_words or _is_edge(text, start - base):
-                tail = text[start - base :]
-                if prefix(tail) == len(tail) and tail not in phrases.final:
+            follows_word = in_word
+            if whole_words:
+                char = text[start]
+                in_word = char.isalnum() or char == "_"
+            if not (in_word and follows_word):
+                tail = text[start:]
+                if prefix(tail) == size - start and tail not in final:
                     break
             start += 1
-        self._live = start
+        self._live = start = base + start
         return start
 
 

@@ -35,13 +35,13 @@ class FoldedSearch:
         self._plain = _View(rules.phrases, rules.automaton, found)
         self._spaced = _View(rules.spaced, None, found) if rules.spaced else None
 
-    @property
-    def held_from(self) -> int | None:
-        """Where in the original text the earliest match begins that may still be completed."""
-        found = [self._folding.held_from, self._plain.live_from()]
-        if self._spaced is not None:
-            found.append(self._spaced.live_from())
-        return min((at for at in found if at is not None), default=None)
+    def held_from(self, chars: int) -> int:
+        """Return where in the original text the earliest match begins that may still be completed.
+
+        It is ``chars``, the text's length, if there is none.
+        """
+        held = self._plain.held_from(self._folding.held_from(chars))
+        return held if self._spaced is None else self._spaced.held_from(held)
 
     def feed(self, piece: Piece) -> None:
         self._search(self._folding.feed(piece))
@@ -85,13 +85,8 @@ class _View:
         self._text = text = self._text + new
         for phrases in self._phrases:
             phrases.feed(new, text, self._base)
-        if (state := self._state) is not None:
-            for end, char in enumerate(new, before + 1):
-                state = state[char]
-                if state.endings:
-                    self._state = state
-                    self._complete(end)
-            self._state = state
+        if self._state is not None:
+            self._step(new, before)
 
     def finish(self) -> None:
         """Report what the end of the text completes. Nothing is live after it."""
@@ -101,14 +96,36 @@ class _View:
             self._state = self._state[EDGE]
             self._complete(len(self._text) + 1)
 
-    def live_from(self) -> int | None:
-        size = oldest = self._base + len(self._text)
+    def held_from(self, chars: int) -> int:
+        text, base = self._text, self._base
+        size = oldest = base + len(text)
         for phrases in self._phrases:
-            oldest = min(oldest, phrases.live_from(self._text, self._base))
+            live = phrases.live_from(text, base)
+            if live < oldest:
+                oldest = live
         if self._automaton is not None and self._state is not None:
-            live = self._automaton.oldest_live(self._state, self._text, whole=not self._base)
-            oldest = min(oldest, self._base + live)
-        return None if oldest == size else self._find(oldest)[0]
+            live = base + self._automaton.oldest_live(self._state, text, whole=not base)
+            if live < oldest:
+                oldest = live
+        return chars if oldest == size else min(chars, self._find(oldest)[0])
+
+    def _step(self, new: str, before: int) -> None:
+        first, completes = self._state, False
+        assert first is not None, "an automaton without a state"
+        state = first
+        for char in new:
+            state = state[char]
+            if state.endings:
+                completes = True
+        if not completes:
+            self._state = state
+            return
+        # The places are counted only where there is a match: that is rare.
+        state = first
+        for end, char in enumerate(new, before + 1):
+            self._state = state = state[char]
+            if state.endings:
+                self._complete(end)
 
     def _complete(self, end: int) -> None:
         assert self._automaton is not None, "an expression without an automaton"
