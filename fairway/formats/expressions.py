@@ -23,7 +23,8 @@ MAX_POSITIONS: Final = 2_048
 # A longer range of a class is taken as it stands: only shorter ones are folded.
 _MAX_FOLDED_RANGE: Final = 4_096
 # Within a class these have another meaning in later versions of the syntax; the parser warns of them.
-_AMBIGUOUS: Final = re.compile(r"\[\[|\[\^\[|--|&&|~~|\|\|")
+_AMBIGUOUS: Final = re.compile(r"^\[|--|&&|~~|\|\|")
+_CLASS: Final = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,9 @@ def parse(source: str) -> Expression:
     """Return an expression of 1 to ``MAX_WIDTH`` characters. Raises ValueError with the mend."""
     if len(source) > MAX_SOURCE_CHARS:
         raise ValueError(f"it is longer than {MAX_SOURCE_CHARS} characters; split it")
-    if (doubled := _AMBIGUOUS.search(source)) is not None:
-        raise ValueError(f"{doubled[0]!r} is ambiguous; escape the characters")
+    for found in _CLASS.finditer(source):
+        if (doubled := _AMBIGUOUS.search(found[1] or "")) is not None:
+            raise ValueError(f"{doubled[0]!r} in a class is ambiguous; escape its characters")
     if "  " in source:
         raise ValueError("white space of any length is one space; write one")
     try:

@@ -26,11 +26,7 @@ class PhraseSet:
         ordered = sorted(phrases)
         extended = {one for one, other in pairwise(ordered) if other.startswith(one)}
         # Phrases that are final once they are complete: no other continues them, and no edge has to follow.
-        self.final = frozenset(
-            phrase
-            for phrase in ordered
-            if phrase not in extended and not (whole_words and is_word(phrase[-1]))
-        )
+        self.final = frozenset(() if whole_words else phrases.keys() - extended)
 
 
 class PhraseScan:
@@ -39,28 +35,32 @@ class PhraseScan:
     def __init__(self, phrases: PhraseSet, found: Found) -> None:
         self._phrases = phrases
         self._found = found
-        self._matches = phrases.automaton.iter("")
         self._at_end: list[tuple[int, int, tuple[int, ...]]] = []  # matches without their next character
         self._live = 0
 
     def feed(self, new: str, text: str, base: int) -> None:
         """Search the text's new characters, at its end."""
-        whole_words, size = self._phrases.whole_words, base + len(text)
+        phrases, size = self._phrases, base + len(text)
         if self._at_end:
             if not is_word(new[0]):
                 self.finish()
             self._at_end.clear()
-        self._matches.set(new)
-        for last, (length, rules) in self._matches:
-            end = last + 1
+        before = size - len(new)
+        # The iterator is a new one: pyahocorasick 2.3.1 frees foreign memory when one is set to another text
+        # that has characters beyond U+FFFF. No match that ends in the new characters begins before this.
+        begin = min(max(self._live, before - phrases.longest + 1), before)
+        for last, (length, rules) in phrases.automaton.iter(text[begin - base :]):
+            end = begin + last + 1
+            if end <= before:
+                continue
             start = end - length
-            if whole_words:
-                if not _is_edge(text, start - base):
+            if phrases.whole_words:
+                if start and is_word(text[start - base - 1]):
                     continue
-                if end == size and is_word(text[-1]):
+                if end == size:
                     self._at_end.append((start, end, rules))
                     continue
-                if end < size and not _is_edge(text, end - base):
+                if is_word(text[end - base]):
                     continue
             for rule in rules:
                 self._found(rule, start, end)
@@ -78,21 +78,15 @@ class PhraseScan:
         start = self._live - base
         if size - start > phrases.longest:
             start = size - phrases.longest
-        in_word = whole_words and start > 0 and is_word(text[start - 1])
+        follows_word = whole_words and start > 0 and is_word(text[start - 1])
         while start < size:
-            follows_word = in_word
-            if whole_words:
-                char = text[start]
-                in_word = char.isalnum() or char == "_"
-            if not (in_word and follows_word):
+            if not follows_word:
                 tail = text[start:]
                 if prefix(tail) == size - start and tail not in final:
                     break
+            if whole_words:
+                char = text[start]
+                follows_word = char.isalnum() or char == "_"
             start += 1
         self._live = start = base + start
         return start
-
-
-def _is_edge(text: str, index: int) -> bool:
-    """Return whether a word may begin or end before this character."""
-    return not index or not (is_word(text[index - 1]) and is_word(text[index]))
