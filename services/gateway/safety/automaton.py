@@ -212,8 +212,8 @@ class _Steps:
     def of(self, bits: int) -> int:
         found = 0
         for distance, sources in self._shifts:
-            moved = bits & sources
-            found |= moved << distance if distance >= 0 else moved >> -distance
+            if moved := bits & sources:
+                found |= moved << distance if distance >= 0 else moved >> -distance
         for sources, targets in self._rest:
             if bits & sources:
                 found |= targets
