@@ -164,7 +164,7 @@ def _repeated(least: int, most: Any, items: Any) -> Node:
     if not longest:
         return InOrder()
     if most is sre.MAXREPEAT or most > MAX_WIDTH:
-        raise ValueError(f"a repeat has no bound of at most {MAX_WIDTH}; write {{{min(least, 1)},64}}")
+        raise ValueError(f"a repeat has no bound of at most {MAX_WIDTH}; write {{{least},{max(least, 64)}}}")
     # A part that may be empty makes any smaller number of repeats possible.
     return Repeated(item, least if shortest else 0, most)
 
