@@ -46,7 +46,7 @@ class InOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
+class Alternatives:
     items: tuple[Node, ...]
 
 
@@ -57,7 +57,7 @@ class Repeated:
     most: int
 
 
-Node = CharSet | InOrder | OneOf | Repeated
+Node = CharSet | InOrder | Alternatives | Repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _node(code: Any, value: Any) -> Node:
         case sre.IN:
             return _class(value)
         case sre.BRANCH:
-            return OneOf(tuple(_in_order(items) for items in value[1]))
+            return Alternatives(tuple(_in_order(items) for items in value[1]))
         case sre.SUBPATTERN if not value[1] and not value[2]:
             return _in_order(value[3])
         case sre.MAX_REPEAT | sre.MIN_REPEAT:
@@ -213,6 +213,6 @@ def _measure(node: Node) -> tuple[int, int, int]:
         case InOrder(items):
             parts = [_measure(item) for item in items]
             return sum(p[0] for p in parts), sum(p[1] for p in parts), sum(p[2] for p in parts)
-        case OneOf(items):
+        case Alternatives(items):
             parts = [_measure(item) for item in items]
             return min(p[0] for p in parts), max(p[1] for p in parts), sum(p[2] for p in parts)

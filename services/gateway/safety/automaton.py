@@ -14,11 +14,11 @@ from itertools import pairwise
 from typing import Final
 
 from fairway.formats.expressions import (
+    Alternatives,
     CharSet,
     Expression,
     InOrder,
     Node,
-    OneOf,
     Repeated,
     is_word,
 )
@@ -41,7 +41,7 @@ class Sought:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class Accepting:
     """The positions in which an expression's match is complete."""
 
     bits: int
@@ -90,7 +90,7 @@ class Automaton:
                 edge = builder.position(None)
                 builder.link(last, edge)
                 last = edge
-            endings.append(Ending(last, sought, expression.edge_after))
+            endings.append(Accepting(last, sought, expression.edge_after))
         # A match whose expression has an edge before it begins where the edge is found, one character before.
         self.first_bits &= starts
         self._starts = starts
@@ -109,7 +109,7 @@ class Automaton:
         """The state before the first character."""
         return self._state(self.before_bits, back=False)
 
-    def endings_in(self, bits: int) -> tuple[Ending, ...]:
+    def endings_in(self, bits: int) -> tuple[Accepting, ...]:
         return tuple(ending for ending in self._endings if bits & ending.bits)
 
     def step(self, state: _State, char: str) -> _State:
@@ -147,7 +147,7 @@ class Automaton:
         return 0 if whole and not index and back.begins & 2 else oldest
 
     def match(
-        self, state: _State, ending: Ending, text: str, end: int, *, whole: bool
+        self, state: _State, ending: Accepting, text: str, end: int, *, whole: bool
     ) -> tuple[int, int] | None:
         """Return the longest valid match that this state completes after ``text[:end]``, as its range."""
         back = self._state(state.bits & ending.bits, back=True)
@@ -269,7 +269,7 @@ class _Builder:
                 return _Part(bit, bit, empty=False)
             case InOrder(items):
                 return self._joined([self.part(item) for item in items])
-            case OneOf(items):
+            case Alternatives(items):
                 first = last = 0
                 empty = False
                 for part in map(self.part, items):

@@ -8,7 +8,7 @@ from binascii import a2b_base64
 from collections.abc import Callable
 from typing import Final
 
-from services.gateway.safety.layers import EMPTY, Piece, join
+from services.gateway.safety.layers import EMPTY, MappedText, join
 from services.gateway.safety.search import FoldedSearch
 
 # Shorter runs are not decoded: words are such.
@@ -37,11 +37,11 @@ class Base64Runs:
             return self._short.starts[0]
         return min([chars, *(reading.held_from(chars) for reading in self._readings)])
 
-    def feed(self, piece: Piece) -> None:
+    def feed(self, piece: MappedText) -> None:
         for found in _RUN.finditer(piece.text):
             start, end = found.span()
             if found[1]:
-                self._extend(Piece(found[1], piece.starts[start:end], piece.ends[start:end]))
+                self._extend(MappedText(found[1], piece.starts[start:end], piece.ends[start:end]))
             elif found[0].strip("\r\n"):
                 self.finish()
 
@@ -52,7 +52,7 @@ class Base64Runs:
             reading.finish()
         self._readings = ()
 
-    def _extend(self, piece: Piece) -> None:
+    def _extend(self, piece: MappedText) -> None:
         if not self._readings:
             piece = join(self._short, piece)
             if len(piece.text) < MIN_RUN_CHARS:
@@ -79,7 +79,7 @@ class _Reading:
         char = chars if self._char_start is None else self._char_start
         return self._search.held_from(min(left, char))
 
-    def feed(self, piece: Piece) -> None:
+    def feed(self, piece: MappedText) -> None:
         if self._skipped:
             skipped = min(self._skipped, len(piece.text))
             self._skipped -= skipped
@@ -97,7 +97,7 @@ class _Reading:
         self._char_start = None
         self._search.finish()
 
-    def _decode(self, data: bytes, piece: Piece) -> None:
+    def _decode(self, data: bytes, piece: MappedText) -> None:
         """Search the text of bytes; each byte stands in two characters of the piece."""
         chars: list[str] = []
         starts: list[int] = []
@@ -113,4 +113,4 @@ class _Reading:
                 self._char_start = None
             elif found or self._char_start is None:
                 self._char_start = piece.starts[at]
-        self._search.feed(Piece("".join(chars), starts, ends))
+        self._search.feed(MappedText("".join(chars), starts, ends))

@@ -9,25 +9,25 @@ from typing import Final, NamedTuple
 from fairway.formats.folding import composed, fold_char, may_compose
 
 
-class Piece(NamedTuple):
+class MappedText(NamedTuple):
     """The next text of a layer. ``starts`` and ``ends``: the range in the original text, by character."""
 
     text: str
     starts: Sequence[int]
     ends: Sequence[int]
 
-    def part(self, start: int, end: int) -> Piece:
-        return Piece(self.text[start:end], self.starts[start:end], self.ends[start:end])
+    def part(self, start: int, end: int) -> MappedText:
+        return MappedText(self.text[start:end], self.starts[start:end], self.ends[start:end])
 
 
-EMPTY: Final = Piece("", (), ())
+EMPTY: Final = MappedText("", (), ())
 
 
-def join(piece: Piece, following: Piece) -> Piece:
+def join(piece: MappedText, following: MappedText) -> MappedText:
     if not piece.text:
         return following
     starts = [*piece.starts, *following.starts]
-    return Piece(piece.text + following.text, starts, [*piece.ends, *following.ends])
+    return MappedText(piece.text + following.text, starts, [*piece.ends, *following.ends])
 
 
 class _Writer:
@@ -46,13 +46,13 @@ class _Writer:
         self._starts += [start] * len(chars)
         self._ends += [end] * len(chars)
 
-    def copy(self, piece: Piece) -> None:
+    def copy(self, piece: MappedText) -> None:
         self._chars.append(piece.text)
         self._starts += piece.starts
         self._ends += piece.ends
 
-    def piece(self) -> Piece:
-        return Piece("".join(self._chars), self._starts, self._ends)
+    def piece(self) -> MappedText:
+        return MappedText("".join(self._chars), self._starts, self._ends)
 
 
 # ASCII that changes by more than its case: control characters, and white space that is not one space.
@@ -72,32 +72,32 @@ class Folding:
         """Return where in the original text the character begins that is held back, ``chars`` if none is."""
         return self._start if self._char else chars
 
-    def feed(self, piece: Piece) -> Piece:
+    def feed(self, piece: MappedText) -> MappedText:
         text = piece.text
         if not text:
             return piece
         doubled = self._spaced and text[0] == " "
         if text.isascii() and not self._char and not doubled and not _UNEVEN.search(text):
             self._spaced = text[-1] == " "
-            return Piece(text.lower(), piece.starts, piece.ends)
+            return MappedText(text.lower(), piece.starts, piece.ends)
         writer, position = _Writer(), 0
         for even in _EVEN.finditer(text):
             self._fold(piece.part(position, even.start()), writer)
             self._release(writer)
             position = even.end()
             plain = piece.part(even.start(), position)
-            writer.copy(Piece(plain.text.lower(), plain.starts, plain.ends))
+            writer.copy(MappedText(plain.text.lower(), plain.starts, plain.ends))
             self._spaced = False
         self._fold(piece.part(position, len(text)), writer)
         return writer.piece()
 
-    def finish(self) -> Piece:
+    def finish(self) -> MappedText:
         """Return what is held back: the text has ended."""
         writer = _Writer()
         self._release(writer)
         return writer.piece()
 
-    def _fold(self, piece: Piece, writer: _Writer) -> None:
+    def _fold(self, piece: MappedText, writer: _Writer) -> None:
         for char, start, end in zip(piece.text, piece.starts, piece.ends, strict=True):
             for folded in fold_char(char):
                 self._add(folded, start, end, writer)
@@ -120,12 +120,12 @@ class Folding:
             self._char = ""
 
 
-def without_spaces(piece: Piece) -> Piece:
+def without_spaces(piece: MappedText) -> MappedText:
     """Return letters and digits alone."""
     if piece.text.isalnum() or not piece.text:
         return piece
     kept = [index for index, char in enumerate(piece.text) if char.isalnum()]
-    return Piece(
+    return MappedText(
         "".join([piece.text[index] for index in kept]),
         [piece.starts[index] for index in kept],
         [piece.ends[index] for index in kept],
@@ -153,7 +153,7 @@ class JsonUnescaping:
         """Return where in the original text the escape begins that is not complete, ``chars`` if none is."""
         return self._held.starts[0] if self._held.text else chars
 
-    def feed(self, piece: Piece) -> Piece:
+    def feed(self, piece: MappedText) -> MappedText:
         if not self._held.text and "\\" not in piece.text:
             return piece
         piece, self._held = join(self._held, piece), EMPTY
@@ -170,7 +170,7 @@ class JsonUnescaping:
         writer.copy(piece.part(position, len(text)))
         return writer.piece()
 
-    def finish(self) -> Piece:
+    def finish(self) -> MappedText:
         held, self._held = self._held, EMPTY
         return held
 

@@ -15,7 +15,7 @@ from fairway.formats.folding import fold
 from fairway.formats.safety import SafetyPack, Scope, TextList
 from services.gateway.safety.automaton import Automaton, Sought
 from services.gateway.safety.encoded import Base64Runs
-from services.gateway.safety.layers import JsonUnescaping, Piece
+from services.gateway.safety.layers import JsonUnescaping, MappedText
 from services.gateway.safety.personal_data import recognisers
 from services.gateway.safety.phrases import PhraseSet
 from services.gateway.safety.search import FoldedSearch, SearchRules
@@ -117,7 +117,7 @@ class TextScan:
     def feed(self, text: str) -> None:
         start = self.chars
         self.chars = end = start + len(text)
-        piece = Piece(text, range(start, end), range(start + 1, end + 1))
+        piece = MappedText(text, range(start, end), range(start + 1, end + 1))
         self._scan(piece if self._unescaping is None else self._unescaping.feed(piece))
 
     def finish(self) -> None:
@@ -129,7 +129,7 @@ class TextScan:
             self._base64.finish()
         self._finished = True
 
-    def _scan(self, piece: Piece) -> None:
+    def _scan(self, piece: MappedText) -> None:
         if not piece.text:
             return
         self._search.feed(piece)

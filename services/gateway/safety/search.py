@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.gateway.safety.automaton import EDGE, Automaton
-from services.gateway.safety.layers import Folding, Piece, without_spaces
+from services.gateway.safety.layers import Folding, MappedText, without_spaces
 from services.gateway.safety.phrases import Found, PhraseScan, PhraseSet
 
 # The characters of which no match may be cut, with the edges next to it.
@@ -43,7 +43,7 @@ class FoldedSearch:
         held = self._plain.held_from(self._folding.held_from(chars))
         return held if self._spaced is None else self._spaced.held_from(held)
 
-    def feed(self, piece: Piece) -> None:
+    def feed(self, piece: MappedText) -> None:
         self._search(self._folding.feed(piece))
 
     def finish(self) -> None:
@@ -52,7 +52,7 @@ class FoldedSearch:
         if self._spaced is not None:
             self._spaced.finish()
 
-    def _search(self, piece: Piece) -> None:
+    def _search(self, piece: MappedText) -> None:
         if piece.text:
             self._plain.feed(piece)
             if self._spaced is not None:
@@ -70,10 +70,10 @@ class _View:
         self._text = ""
         self._base = 0  # characters before the kept text
         # The pieces of the kept text, and the place of each one's first character.
-        self._pieces: list[Piece] = []
+        self._pieces: list[MappedText] = []
         self._places: list[int] = []
 
-    def feed(self, piece: Piece) -> None:
+    def feed(self, piece: MappedText) -> None:
         new = piece.text
         if not new:
             return

@@ -57,10 +57,7 @@ def test_every_field_is_read() -> None:
         ({"categories": {"Bad": {"action": "block"}}}, r"in `\$\.categories`"),
         ({"categories": {"a" * 65: {"action": "block"}}}, r"in `\$\.categories`"),
         ({"categories": {"a\n": {"action": "block"}}}, r"in `\$\.categories`"),
-        (
-            {"categories": dict.fromkeys(map(str, range(65)), {"action": "flag"})},
-            r"<= 64 - at `\$\.categories`",
-        ),
+        ({"categories": {f"c{i}": {"action": "flag"} for i in range(65)}}, r"<= 64 - at `\$\.cat"),
         ({"categories": {"bad": {"action": "warn"}}}, r"Invalid enum value 'warn' - at `\$\.categories"),
         ({"lists": [{"category": "new"}]}, r"^lists\[0\]\.category: 'new' is no category; add it"),
         ({"personal_data": [{"category": "new", "kinds": ["ip"]}]}, r"^personal_data\[0\]\.category: 'new'"),
