@@ -91,7 +91,7 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
-    # Requests that a safety pack blocked, stopped or redacted, or as a shadow would have; and that it flagged.
+    # Requests that a safety pack blocked, stopped or redacted, or as a shadow would have; and those flagged.
     interventions: int = 0
     flagged: int = 0
     # Seconds until the first token of each choice, by the size of the prompt, which mostly determines them.
