@@ -6,10 +6,12 @@ A classifier that does not answer fails the call: a text that nobody judged is n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from fairway.formats.safety import ClassifierRule, SafetyAction, SafetyPack, Scope
 from fairway.v1 import inference_pb2
@@ -20,7 +22,7 @@ from services.gateway.events import Received
 from services.gateway.rows.results import PROBABILITIES
 from services.gateway.rows.service import RowsService
 from services.gateway.safety.lists import TextRules, TextScan
-from services.gateway.service import GatewayService
+from services.gateway.safety.packs import SafetyTerms
 from services.rpc import bounds
 
 # The characters of all texts of a call: their search takes a thread for about a second.
@@ -41,11 +43,8 @@ class ModeratedCategory:
 class Moderation:
     """The verdict on one text, with every category of the pack, by name."""
 
+    flagged: bool
     categories: tuple[ModeratedCategory, ...]
-
-    @property
-    def flagged(self) -> bool:
-        return any(category.flagged for category in self.categories)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,20 @@ class Moderated:
     skipped: tuple[str, ...] = ()
 
 
+class ModerationCalls(Protocol):
+    """What moderation needs of the gateway's service; raises the tree of ``core/errors.py``."""
+
+    def check_open(self, tenant_id: str, model: str, received: Received) -> None: ...
+
+    def counted(self, principal: Principal) -> AbstractAsyncContextManager[None]: ...
+
+    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms: ...
+
+
 class Moderations:
     """Stateless. Calls count against the same bounds as calls that only tokenise."""
 
-    def __init__(self, service: GatewayService, rows: RowsService) -> None:
+    def __init__(self, service: ModerationCalls, rows: RowsService) -> None:
         self._service = service
         self._rows = rows
 
@@ -75,7 +84,7 @@ class Moderations:
     ) -> Moderated:
         """Return the verdicts on the inputs, in order.
 
-        Raises InvalidInput, and as ``GatewayService.pack`` and ``RowsService.infer``.
+        Raises InvalidInput, and as ``ModerationCalls.pack`` and ``RowsService.infer``.
         """
         bounds.check(request)
         if (chars := sum(map(len, request.inputs))) > MAX_CHARS:
@@ -88,9 +97,11 @@ class Moderations:
             terms = await self._service.pack(principal, request.pack, request.session_key)
             found = await in_thread(_matched, terms.compiled.rules[scope], request.inputs)
             flagged = [set(scores) for scores in found]
-            for rule in terms.pack.classifiers:
+            for number, rule in enumerate(terms.pack.classifiers):
                 if scope in rule.scopes:
-                    probabilities = await self._classified(principal, rule, request, received, timeout_s)
+                    # A request id is charged once, and each classifier is.
+                    apart = structs.replace(received, request_id=f"{received.request_id}-{number}")
+                    probabilities = await self._classified(principal, rule, request, apart, timeout_s)
                     for scores, flags, row in zip(found, flagged, probabilities, strict=True):
                         _add(rule, row, scores, flags)
         results = tuple(_moderation(terms.pack, *each) for each in zip(found, flagged, strict=True))
@@ -155,10 +166,11 @@ def _add(rule: ClassifierRule, row: Mapping[str, float], scores: _Scores, flags:
 
 def _moderation(pack: SafetyPack, scores: _Scores, flags: set[str]) -> Moderation:
     return Moderation(
+        bool(flags),
         tuple(
             ModeratedCategory(name, name in flags, scores.get(name, 0.0), category.action)
             for name, category in sorted(pack.categories.items())
-        )
+        ),
     )
 
 
