@@ -79,9 +79,9 @@ def checkpoint_problem(
 
 def no_engine(problems: Mapping[Engine, str]) -> str:
     """Return why none of the engines serves a version, or an empty text."""
-    own, other = problems["torch"], problems["vllm"]
-    if not own or not other:
+    if not all(problems.values()):
         return ""
+    own, other = problems["torch"], problems["vllm"]
     return own if other in own else f"{own}; by vllm: {other}"
 
 

@@ -73,14 +73,13 @@ class RequestAdmission:
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked, form = self._checked(principal, generation, resume)
         route = checked.route
-        telemetry.routed(principal.tenant_id, route, checked.priority, session_key_of(principal, generation))
+        session_key = session_key_of(principal, generation)
+        telemetry.routed(principal.tenant_id, route, checked.priority, session_key)
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
-        safety = await self._obeyed(
-            payer, route.version_digest, session_key_of(principal, generation), resume
-        )
+        safety = await self._obeyed(payer, route.version_digest, session_key, resume)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
@@ -103,9 +102,7 @@ class RequestAdmission:
                 else:  # a resumed request keeps its terms, regardless of the present pressure
                     degradations = resume.degradations
                     spec = replace(spec, size=resume.size)
-            if spec.version_digest != route.version_digest:
-                safety = await self._obeyed_on(spec.version_digest, safety)
-            spec = replace(spec, safety=None if safety is None else safety.pins)
+            spec, safety = await self._obeying(spec, route.version_digest, safety)
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
             claims, price = early if short is not None else self._claims(payer, spec)
@@ -143,13 +140,17 @@ class RequestAdmission:
             return await packs.pinned(model, version_digest, resume.safety)
         return await packs.terms(model, version_digest, payer.tenant, session_key)
 
-    async def _obeyed_on(self, version_digest: str, before: SafetyTerms | None) -> SafetyTerms | None:
-        """Return what a request obeys that runs on another version than was found for it first."""
+    async def _obeying(
+        self, spec: GenerationSpec, version_digest: str, safety: SafetyTerms | None
+    ) -> tuple[GenerationSpec, SafetyTerms | None]:
+        """Return a request with what it obeys, which was found for ``version_digest``: another version has
+        another pack of its own."""
         packs = self._ports.packs
-        if packs is None:
-            return None
-        pins = SafetyPins() if before is None else before.pins
-        return await packs.pinned(self._catalog.model_of(version_digest), version_digest, pins)
+        if packs is not None and spec.version_digest != version_digest:
+            pins = SafetyPins() if safety is None else safety.pins
+            model = self._catalog.model_of(spec.version_digest)
+            safety = await packs.pinned(model, spec.version_digest, pins)
+        return replace(spec, safety=None if safety is None else safety.pins), safety
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None
@@ -214,8 +215,7 @@ class RequestAdmission:
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
             size=before.size,
         )
-        safety = await self._obeyed_on(spec.version_digest, admitted.safety)
-        spec = replace(spec, safety=None if safety is None else safety.pins)
+        spec, safety = await self._obeying(spec, before.version_digest, admitted.safety)
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
             await terms.settlement.accept(recorded)
