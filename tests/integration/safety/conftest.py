@@ -80,6 +80,7 @@ class Installation:
 
     store: EtcdStore
     registry: Served
+    address: str  # the control plane's
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
     slis: SliStore
     catalog: ModelCatalog
@@ -173,7 +174,8 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         packs = SafetyPacks(catalog, files)
         await until(lambda: slis.leads and events.revision > 0)
-        yield Installation(store, registry, stub, slis, catalog, packs, tenants, tmp_path)
+        address = f"127.0.0.1:{server.port}"
+        yield Installation(store, registry, address, stub, slis, catalog, packs, tenants, tmp_path)
         files.close()
     for task in tasks:
         task.cancel()
