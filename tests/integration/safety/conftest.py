@@ -79,8 +79,9 @@ class Installation:
     """Control plane, registry, and what a gateway has of safety packs."""
 
     store: EtcdStore
-    registry: Served
+    store_address: str
     address: str  # the control plane's
+    registry: Served
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
     slis: SliStore
     catalog: ModelCatalog
@@ -175,7 +176,9 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
         packs = SafetyPacks(catalog, files)
         await until(lambda: slis.leads and events.revision > 0)
         address = f"127.0.0.1:{server.port}"
-        yield Installation(store, registry, address, stub, slis, catalog, packs, tenants, tmp_path)
+        yield Installation(
+            store, own_etcd.address, registry, address, stub, slis, catalog, packs, tenants, tmp_path
+        )
         files.close()
     for task in tasks:
         task.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.core.records import TENANTS, Meta, Tenant
 from tests.integration.safety.conftest import Installation, policy
-from tests.integration.safety.test_moderation import POLICY, write
+from tests.integration.safety.test_moderation import write
 from tests.support.rows_fixtures import folders
 from tests.support.rows_gateway import API_KEY, rows_gateway, served
 from tests.support.waiting import until
@@ -72,7 +72,7 @@ async def test_a_file_of_texts_becomes_a_table(folders: dict[str, Path], tmp_pat
         at = ("--grpc", f"127.0.0.1:{sockets.grpc_port}", "--api-key", API_KEY, "--pack", "strict")
         found: Any = json.loads(await fairway("test", str(file), *at, "-o", "json"))
         table = {one.pop("category"): one for one in found["categories"]}
-        assert sorted(table) == sorted(POLICY["categories"])
+        assert list(table) == ["bad", "mail", "mood"]
         counts = ("hits", "false_alarms", "misses", "rest", "precision", "recall")
         assert [table["bad"][name] for name in counts] == [1, 1, 1, 201, 0.5, 0.5]
         assert [table["mail"][name] for name in counts] == [0, 0, 1, 203, None, 0.0]
