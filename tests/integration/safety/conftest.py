@@ -175,10 +175,8 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         packs = SafetyPacks(catalog, files)
         await until(lambda: slis.leads and events.revision > 0)
-        address = f"127.0.0.1:{server.port}"
-        yield Installation(
-            store, own_etcd.address, registry, address, stub, slis, catalog, packs, tenants, tmp_path
-        )
+        addresses = own_etcd.address, f"127.0.0.1:{server.port}"
+        yield Installation(store, *addresses, registry, stub, slis, catalog, packs, tenants, tmp_path)
         files.close()
     for task in tasks:
         task.cancel()
