@@ -110,6 +110,7 @@ class ResponseCache:
             replace(spec.sampling, seed=0),
             spec.limits,
             spec.continues_prompt,
+            None if spec.safety is None else (spec.safety.default_digest, spec.safety.pack_digest),
         )
         digest = hmac.digest(
             self._secret, b"fairway response v1\0" + msgspec.msgpack.encode(decisive), "sha256"

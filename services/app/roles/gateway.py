@@ -74,6 +74,7 @@ from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
+from services.gateway.safety.packs import SafetyPacks
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -307,6 +308,7 @@ def _gateway_services(
         serves=catalog.serves,
         gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         waking=catalog.waking,
+        packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     service = IdempotentService(

@@ -15,11 +15,12 @@ from functools import partial
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError
+from services.core.errors import FailedPrecondition, FairwayError
 from services.core.generation import GenerationSpec, Principal
 from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
+from services.core.safety import SafetyPins
 from services.gateway.catalog import ModelCatalog
 from services.gateway.idempotency.record_codec import terms_of
 from services.gateway.policy.claims import (
@@ -35,10 +36,11 @@ from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
+from services.gateway.safety.packs import SafetyTerms
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF, seconds_of
-from services.runtime.identity import KeyDirectory
+from services.runtime.identity import KeyDirectory, model_not_found
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
@@ -71,11 +73,13 @@ class RequestAdmission:
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked, form = self._checked(principal, generation, resume)
         route = checked.route
-        telemetry.routed(principal.tenant_id, route, checked.priority, session_key_of(principal, generation))
+        session_key = session_key_of(principal, generation)
+        telemetry.routed(principal.tenant_id, route, checked.priority, session_key)
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
+        safety = await self._obeyed(payer, route.version_digest, session_key, resume)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
@@ -98,6 +102,7 @@ class RequestAdmission:
                 else:  # a resumed request keeps its terms, regardless of the present pressure
                     degradations = resume.degradations
                     spec = replace(spec, size=resume.size)
+            spec, safety = await self._obeying(spec, route.version_digest, safety)
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
             claims, price = early if short is not None else self._claims(payer, spec)
@@ -118,7 +123,34 @@ class RequestAdmission:
         )
         reroute = partial(self._reroute, principal, generation, bounds)
         egress = ports.egress(principal.tenant_id, terms.received)
-        return replace(admitted, price=price, reroute=reroute, egress=egress)
+        return replace(admitted, price=price, reroute=reroute, egress=egress, safety=safety)
+
+    async def _obeyed(
+        self, payer: Payer, version_digest: str, session_key: str, resume: Resume | None
+    ) -> SafetyTerms | None:
+        """Return what a request obeys on a version: of a resumed one what it obeyed before.
+
+        Raises Unavailable while it cannot be read: no request runs without what judges it.
+        """
+        packs = self._ports.packs
+        if packs is None:
+            return None
+        model = self._catalog.model_of(version_digest)
+        if resume is not None and resume.safety is not None:
+            return await packs.pinned(model, version_digest, resume.safety)
+        return await packs.terms(model, version_digest, payer.tenant, session_key)
+
+    async def _obeying(
+        self, spec: GenerationSpec, version_digest: str, safety: SafetyTerms | None
+    ) -> tuple[GenerationSpec, SafetyTerms | None]:
+        """Return a request with what it obeys, which was found for ``version_digest``: another version has
+        another pack of its own."""
+        packs = self._ports.packs
+        if packs is not None and spec.version_digest != version_digest:
+            pins = SafetyPins() if safety is None else safety.pins
+            model = self._catalog.model_of(spec.version_digest)
+            safety = await packs.pinned(model, spec.version_digest, pins)
+        return replace(spec, safety=None if safety is None else safety.pins), safety
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None
@@ -183,11 +215,12 @@ class RequestAdmission:
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
             size=before.size,
         )
+        spec, safety = await self._obeying(spec, before.version_digest, admitted.safety)
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
             await terms.settlement.accept(recorded)
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
-        return replace(admitted, spec=spec, ticket=ticket)
+        return replace(admitted, spec=spec, ticket=ticket, safety=safety)
 
     def _check_quarantine(self, spec: GenerationSpec) -> None:
         """Raise PoisonedInput for an input that ended engines of the version."""
@@ -197,6 +230,16 @@ class RequestAdmission:
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return self._quotas.payer(principal, user).bounds.timeout_s.value or math.inf
+
+    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
+        """Return a safety pack by its deployment; of no name, the tenant's. See ``GatewayService.pack``."""
+        tenant, packs = self._identity.still_valid(principal), self._ports.packs
+        wanted = name or tenant.safety_pack
+        if not wanted or packs is None:
+            raise FailedPrecondition("this tenant has no safety pack: name one", field="pack")
+        if name and name != tenant.safety_pack and not self._identity.may_use(principal, name):
+            raise model_not_found(name)
+        return await packs.named(wanted, tenant.meta.name, session_key or principal.key_id)
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""

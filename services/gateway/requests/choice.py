@@ -230,6 +230,7 @@ class ChoiceRun(SequenceAttempts):
             isolation_waits=request.ports.waits_for_node(tenant, spec.model),
             kv_share=tenant.kv_share,
             size_reason="" if spec.size is None else spec.size.text,
+            safety="" if spec.safety is None else spec.safety.text,
         )
 
     def _most_queued_s(self) -> float:

@@ -107,6 +107,7 @@ class Sequences:
             base_digest=spec.base_digest,
             exact=spec.exact,
             size=spec.size,
+            safety=spec.safety,
         )
 
 

@@ -12,6 +12,7 @@ from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Tenant
+from services.core.safety import SafetyPins
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
@@ -19,6 +20,7 @@ from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.egress import StreamEgress
+from services.gateway.safety.packs import SafetyTerms
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
@@ -47,6 +49,7 @@ class Resume:
     # Whether the deployment's present version runs it: nothing of it was produced.
     replaceable: bool = False
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
+    safety: SafetyPins | None = None  # safety packs that it obeyed; None: none
 
 
 # The slot of an admitted request, and its usage.
@@ -105,6 +108,8 @@ class Admitted:
     egress: StreamEgress | None = None
     # Called once, when its first run on a worker is accepted.
     accepted: Callable[[], None] | None = None
+    # What it obeys, as ``spec.safety`` names it; None: nothing.
+    safety: SafetyTerms | None = None
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""
