@@ -14,7 +14,8 @@ import msgspec
 
 from fairway.formats import safetensors, version_files
 from fairway.formats.fixed_cost import pooling
-from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits, check_policy
+from fairway.formats.limits import LIMITS_NAME, POLICY_NAME, check_limits
+from fairway.formats.safety import check_policy
 
 MAX_TEXT_BYTES: Final = 64 * 1024 * 1024
 # Files that roles parse as a whole. Published ones have some kilobytes.

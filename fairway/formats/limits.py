@@ -1,4 +1,4 @@
-"""The two behaviour files that Fairway defines: ``engine_limits.json`` and ``safety_policy.json``."""
+"""The behaviour file ``engine_limits.json``, and the name of the other that Fairway defines."""
 
 from __future__ import annotations
 
@@ -30,11 +30,3 @@ def check_limits(data: bytes) -> EngineLimits:
         return msgspec.json.decode(data, type=EngineLimits)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise ValueError(f"invalid engine limits: {exc}") from exc
-
-
-def check_policy(data: bytes) -> None:
-    """Return if a ``safety_policy.json`` is a JSON object. Raises ValueError."""
-    try:
-        msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise ValueError("a safety policy is a JSON object") from exc

@@ -62,7 +62,7 @@ def write_model(root: Path, *, weight_bytes: int = 4096, seed: int = 7) -> Path:
     (root / "tokenizer.json").write_text('{"version": "1.0"}')
     (root / "chat_template.jinja").write_text("{{ messages }}")
     (root / "generation_config.json").write_text('{"temperature": 0.5}')
-    (root / "safety_policy.json").write_text('{"blocked": []}')
+    (root / "safety_policy.json").write_text('{"window_tokens": 16}')
     (root / "engine_limits.json").write_text('{"max_context_tokens": 4096, "max_sequences": 8}')
     (root / "model.safetensors").write_bytes(safetensors(weight_bytes, seed))
     return root
