@@ -20,6 +20,7 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.requests.egress import EgressGate, StreamEgress
 from services.gateway.response_cache import ResponseCache
+from services.gateway.safety.requests import SafetyDesk
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
@@ -120,6 +121,8 @@ class Ports:
     gate: EgressGate | None = None
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
+    # Judges the texts of requests; None: no request has a safety pack.
+    safety: SafetyDesk | None = None
 
     def egress(self, tenant_id: str, received: Received) -> StreamEgress | None:
         """Return what the output of a request leaves through; that of a batch's line is written to a file."""

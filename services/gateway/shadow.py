@@ -206,6 +206,7 @@ def _copies_ports(ports: Ports) -> Ports:
         responses=None,
         retries=RetryBudget(),
         kills=OutsideKills(),
+        safety=None,
     )
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError
+from services.core.errors import FairwayError, Unavailable
 from services.core.generation import GenerationSpec, Principal
 from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
@@ -35,6 +36,8 @@ from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
+from services.gateway.safety.inputs import filtered_generation
+from services.gateway.safety.requests import Asker, RequestSafety
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF, seconds_of
@@ -42,6 +45,9 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+
+# Versions of a request whose input is filtered: of its route, of a larger size, of a smaller model.
+_MOST_VERSIONS: Final = 3
 
 
 class RequestAdmission:
@@ -79,8 +85,12 @@ class RequestAdmission:
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
+        asker = self._asker(principal, generation, request, payer, checked)
+        safety = await self._open(asker, route.version_digest)
         short = (
-            None if resume is not None else self._short(principal, generation, request_id, checked, bounds)
+            None
+            if resume is not None or safety is not None
+            else self._short(principal, generation, request_id, checked, bounds)
         )
         early = ((), NO_PRICE) if short is None else self._claims(payer, short)
         quota = await self._quotas.reserve(principal.tenant_id, request_id, due, *early)
@@ -90,14 +100,8 @@ class RequestAdmission:
             if short is not None:
                 spec = short
             else:
-                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds, form)
-                if resume is None:
-                    spec, degradations = await self._degraded(
-                        principal, generation, spec, payer.tenant, bounds
-                    )
-                else:  # a resumed request keeps its terms, regardless of the present pressure
-                    degradations = resume.degradations
-                    spec = replace(spec, size=resume.size)
+                found = await self._resolved(principal, generation, request, asker, safety, checked, form)
+                spec, degradations, generation, safety = found
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
             claims, price = early if short is not None else self._claims(payer, spec)
@@ -108,6 +112,8 @@ class RequestAdmission:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.settlement.accept(terms_of(spec, degradations, self._ports.clock.unix_s()))
         except BaseException as error:
+            if safety is not None:
+                safety.settle()
             await quota.undo(error)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
@@ -116,9 +122,78 @@ class RequestAdmission:
         admitted = Admitted(
             spec, quota.reservation, payer, ticket, terms, ports, limits, telemetry, degradations
         )
-        reroute = partial(self._reroute, principal, generation, bounds)
+        reroute = partial(self._reroute, principal, generation, bounds, asker)
         egress = ports.egress(principal.tenant_id, terms.received)
-        return replace(admitted, price=price, reroute=reroute, egress=egress)
+        return replace(admitted, price=price, reroute=reroute, egress=egress, safety=safety)
+
+    def _asker(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request: Request,
+        payer: Payer,
+        checked: Checked,
+    ) -> Asker:
+        terms = request.terms
+        return Asker(
+            request.request_id,
+            principal,
+            payer,
+            checked.priority,
+            session_key_of(principal, generation),
+            terms.received.monotonic_s + terms.timeout_s,
+            request.timer.traceparent,
+        )
+
+    async def _open(self, asker: Asker, version_digest: str) -> RequestSafety | None:
+        """Return what judges the texts of a request on a version."""
+        return None if self._ports.safety is None else await self._ports.safety.open(asker, version_digest)
+
+    async def _filtered(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        version_digest: str,
+        safety: RequestSafety | None,
+        *,
+        anew: bool,
+    ) -> inference_pb2.Generation:
+        """Return the generation as the version may read it. Raises ContentFiltered."""
+        if safety is None:
+            return generation
+        decode = partial(self._validator.decoded, principal.tenant_id, version_digest)
+        return await filtered_generation(safety, generation, decode, anew=anew)
+
+    async def _resolved(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request: Request,
+        asker: Asker,
+        safety: RequestSafety | None,
+        checked: Checked,
+        form: OutputForm | None,
+    ) -> tuple[GenerationSpec, tuple[Degradation, ...], inference_pb2.Generation, RequestSafety | None]:
+        """Return what is served, how it differs from the request, what is read of it, and its rules.
+
+        The rules are those of the version that serves it, which the length of its prompt and the pressure
+        decide too: for another version than that of the route its input is filtered again.
+        """
+        resume, payer, digest = request.terms.resume, asker.payer, checked.route.version_digest
+        bounds = payer.bounds if resume is None else NO_BOUNDS
+        before: str | None = None
+        for _ in range(_MOST_VERSIONS):
+            anew = resume is None and (safety is None or safety.terms.digests != before)
+            read = await self._filtered(principal, generation, digest, safety, anew=anew)
+            spec = await self._validator.resolve(principal, read, request.request_id, checked, bounds, form)
+            if resume is not None:  # a resumed request keeps its terms, regardless of the present pressure
+                return replace(spec, size=resume.size), resume.degradations, read, safety
+            spec, degradations = await self._degraded(principal, read, spec, payer.tenant, bounds)
+            if self._ports.safety is None or spec.version_digest == digest:
+                return spec, degradations, read, safety
+            before, digest = None if safety is None else safety.terms.digests, spec.version_digest
+            safety = await self._open(asker, digest)
+        raise Unavailable("the request found another version on every try; send it again", retry_after_s=1.0)
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None
@@ -166,6 +241,7 @@ class RequestAdmission:
         principal: Principal,
         generation: inference_pb2.Generation,
         bounds: RequestBounds,
+        asker: Asker,
         admitted: Admitted,
     ) -> Admitted:
         """Return a request without output on its model's present version; its reservation and terms stay."""
@@ -174,6 +250,10 @@ class RequestAdmission:
         asked.CopyFrom(generation)
         asked.model = before.model
         checked = self._validator.check(principal, asked)
+        digest, had = checked.route.version_digest, admitted.safety
+        safety = await self._open(asker, digest)
+        anew = safety is not None and (had is None or had.terms.digests != safety.terms.digests)
+        asked = await self._filtered(principal, asked, digest, safety, anew=anew)
         spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
         self._check_quarantine(spec)
         most = min(spec.limits.max_tokens, before.limits.max_tokens)
@@ -187,7 +267,7 @@ class RequestAdmission:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
             await terms.settlement.accept(recorded)
         ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
-        return replace(admitted, spec=spec, ticket=ticket)
+        return replace(admitted, spec=spec, ticket=ticket, safety=safety)
 
     def _check_quarantine(self, spec: GenerationSpec) -> None:
         """Raise PoisonedInput for an input that ended engines of the version."""

@@ -13,6 +13,7 @@ from services.gateway.requests.choice import ChoiceRun, SharedScores
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted
 from services.gateway.response_cache import CachedAnswer, CollectedAnswer, ResponseCache
+from services.gateway.safety.screen import OutputScreen
 
 
 def work_of(admitted: Admitted, sink: RequestSink, request: Request) -> Sequences:
@@ -33,6 +34,7 @@ class Sequences:
         self._sink = sink
         self._request = request
         self._results: tuple[ChoiceResult, ...] = ()
+        self._screen: OutputScreen | None = None
 
     @property
     def replaceable(self) -> bool:
@@ -49,27 +51,46 @@ class Sequences:
 
     async def run(self) -> None:
         """Run the choices; the first failure ends the others and is raised itself."""
+        try:
+            await self._compute()
+        finally:
+            if self._admitted.safety is not None:
+                self._admitted.safety.settle()
+
+    async def _compute(self) -> None:
         admitted, spec = self._admitted, self._admitted.spec
         admitted.telemetry.accepted(admitted.tenant.meta.name, spec)
         scores = SharedScores(spec.scored_tokens, min(len(admitted.produced(0).ids), spec.scored_tokens))
-        timer = self._request.timer
+        timer, sink, screen = self._request.timer, self._sink, self._screened()
         self.choices = tuple(
-            ChoiceRun(admitted, choice, self._sink, timer.fork(), scores) for choice in range(spec.choices)
+            ChoiceRun(admitted, choice, screen or sink, timer.fork(), scores, screen)
+            for choice in range(spec.choices)
         )
         for run in self.choices:
             run.allow(self._request.allowed)
         self._sink.on_accepted(self._accepted())
         if admitted.accepted is not None:
             admitted.accepted()
+        self._results = await self._run_choices()
+
+    async def _run_choices(self) -> tuple[ChoiceResult, ...]:
+        run_one = ChoiceRun.run if self._screen is None else self._screen.run
         if len(self.choices) == 1:
-            self._results = (await self.choices[0].run(),)
-            return
+            return (await run_one(self.choices[0]),)
         try:
             async with TaskGroup() as group:
-                tasks = [group.create_task(run.run()) for run in self.choices]
+                tasks = [group.create_task(run_one(run)) for run in self.choices]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
-        self._results = tuple(task.result() for task in tasks)
+        return tuple(task.result() for task in tasks)
+
+    def _screened(self) -> OutputScreen | None:
+        """Return what holds the output of this run until its verdicts; None: it has no safety pack."""
+        admitted = self._admitted
+        if admitted.safety is not None:
+            window = admitted.terms.client_window
+            self._screen = OutputScreen(admitted.safety, admitted.spec, self._sink, admitted.released, window)
+        return self._screen
 
     async def reroute(self) -> None:
         """Resolve the request again; its next run is accepted again, and copied for no shadow version."""
@@ -118,6 +139,8 @@ class StoredAnswer(Sequences):
         self._cache = cache
         self._found: CachedAnswer | None = None
         self._collected: CollectedAnswer | None = None
+        # What passed under other rules is another answer.
+        self._packs = "" if admitted.safety is None else admitted.safety.terms.digests
 
     @property
     def usage(self) -> Usage:
@@ -127,11 +150,13 @@ class StoredAnswer(Sequences):
         prompt_tokens = len(self._admitted.spec.prompt.ids)
         return Usage(prompt_tokens, self._found.finished.usage.output_tokens, cached_tokens=prompt_tokens)
 
-    async def run(self) -> None:
+    async def _compute(self) -> None:
         admitted = self._admitted
         if self._collected is None:
             admitted.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
-            found = self._found = await self._cache.find(admitted.reservation.tenant_id, admitted.spec)
+            found = self._found = await self._cache.find(
+                admitted.reservation.tenant_id, admitted.spec, self._packs
+            )
             if found is not None:
                 self._sink.on_accepted(self._accepted(cached=True))
                 if admitted.egress is not None:
@@ -140,12 +165,12 @@ class StoredAnswer(Sequences):
                 self._results = found.finished.choices
                 return
             self._sink = self._collected = CollectedAnswer(self._sink)
-        await super().run()
+        await super()._compute()
 
     async def finished(self, usage: Usage) -> Finished:
         finished, admitted = await super().finished(usage), self._admitted
         answer = self._collected.answer(finished) if self._collected is not None else None
         if answer is not None:
-            keeping = self._cache.put(admitted.reservation.tenant_id, admitted.spec, answer)
+            keeping = self._cache.put(admitted.reservation.tenant_id, admitted.spec, self._packs, answer)
             admitted.ports.supervisor.spawn(f"keep {self._request.request_id}", keeping)
         return finished

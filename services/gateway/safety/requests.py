@@ -1,4 +1,4 @@
-"""One request under the rules of its pack: its texts are searched, judged by models, and finds are recorded."""
+"""One request under the rules of its pack: its texts are searched and judged, and finds are recorded."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ ModelRule = ClassifierRule | JudgeRule
 LEAST_HOLD_S: Final = 1.0
 _RETRY_S: Final = 0.1
 _MOST_RULES: Final = 64
+_FEW: Final = 64  # phrases and patterns that are compiled at once
 # Characters that are searched before others have a turn of the event loop.
 _SLICE_CHARS: Final = 4096
 
@@ -101,11 +102,18 @@ class SafetyDesk:
         self.supervisor = supervisor
         self._rules: OrderedDict[str, PackRules] = OrderedDict()
 
-    async def open(self, terms: SafetyTerms, asker: Asker) -> RequestSafety:
-        """Return a request under its terms. The rules of a pack are compiled once, in a thread."""
+    async def open(self, asker: Asker, version_digest: str) -> RequestSafety | None:
+        """Return a request under its rules for a version; None without any. Raises Unavailable.
+
+        The rules of a pack are compiled once, many of them in a thread.
+        """
+        terms = await self.resolve(asker.principal.tenant_id, version_digest, asker.session_key)
+        if terms is None:
+            return None
         rules = self._rules.get(terms.digests)
         if rules is None:
-            rules = await asyncio.to_thread(PackRules, terms.pack)
+            is_small = sum(len(rule.phrases) + len(rule.patterns) for rule in terms.pack.lists) <= _FEW
+            rules = PackRules(terms.pack) if is_small else await asyncio.to_thread(PackRules, terms.pack)
             self._rules[terms.digests] = rules
             while len(self._rules) > _MOST_RULES:
                 self._rules.popitem(last=False)
@@ -177,7 +185,9 @@ class RequestSafety:
 
     def note(self, category: str, scope: Scope, choice: int, position: int, text: str) -> None:
         """Record a find."""
-        self._add(Intervention(self.terms.action_of(category), category, scope, choice, position, _hash(text)))
+        self._add(
+            Intervention(self.terms.action_of(category), category, scope, choice, position, _hash(text))
+        )
 
     def note_passed(self, choice: int, position: int) -> None:
         """Record that text passes without a verdict."""

@@ -20,10 +20,10 @@ import structlog
 from fairway.formats.safety import ClassifierRule, JudgeRule
 from services.core.generation import FinishReason, GenerationSpec, TokenLogprobs
 from services.core.safety import REDACTED_ID, REDACTED_TEXT, UNAVAILABLE
-from services.gateway.events import Accepted, ChoiceResult, RequestSink
+from services.gateway.events import ChoiceResult, OutputSink
 from services.gateway.idempotency.record_log import Piece, Place
 from services.gateway.requests.terms import Produced
-from services.gateway.safety.lists import TextMatch, TextScan
+from services.gateway.safety.lists import TextMatch
 from services.gateway.safety.requests import RequestSafety
 
 log = structlog.get_logger()
@@ -45,13 +45,13 @@ class ScreenedRun(Protocol):
 
 
 class OutputScreen:
-    """The sink of a request's choices, before the sink of the request."""
+    """Takes the output of a request's choices, before the request's sink. The request's end passes it by."""
 
     def __init__(
         self,
         safety: RequestSafety,
         spec: GenerationSpec,
-        sink: RequestSink,
+        sink: OutputSink,
         earlier: Sequence[Produced],
         client_window: int | None,
     ) -> None:
@@ -67,7 +67,6 @@ class OutputScreen:
             )
             for choice in range(spec.choices)
         )
-        self._sink = sink
 
     async def run(self, run: ScreenedRun) -> ChoiceResult:
         """Return once the choice ended and all of it that passes was sent. Raises what ends its run."""
@@ -85,15 +84,10 @@ class OutputScreen:
         """The probe's scores of tokens from ``offset`` on, before these arrive."""
         self._choices[choice].on_scores(offset, scores)
 
-    def on_accepted(self, accepted: Accepted) -> None:
-        self._sink.on_accepted(accepted)
-
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         self._choices[choice].on_tokens(offset, ids, text, logprobs)
-
-    # The end of a request comes from the request itself, after ``run`` of every choice.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +153,7 @@ class ChoiceScreen:
         safety: RequestSafety,
         choice: int,
         spec: GenerationSpec,
-        sink: RequestSink,
+        sink: OutputSink,
         earlier: Produced,
         client_window: int | None,
     ) -> None:

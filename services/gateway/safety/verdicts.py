@@ -9,11 +9,18 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from services.core.errors import FailedPrecondition, FairwayError, PoisonedInput, PromptTooLong
-from services.core.errors import UnsupportedFeature
+from fairway.formats.safety import JudgeRule
+from services.core.errors import (
+    FailedPrecondition,
+    FairwayError,
+    PoisonedInput,
+    PromptTooLong,
+    UnsupportedFeature,
+)
 from services.core.fixed_cost.rows import RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Operation, Signature
 from services.core.generation import NO_USAGE, Usage
+from services.core.rollouts.routes import SplitCaller
 from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.policy.claims import claims_of
 from services.gateway.requests.terms import usage_of
@@ -21,10 +28,8 @@ from services.gateway.rows.inputs import PreparedRows, output_tensors, text_rows
 from services.gateway.rows.results import class_outputs
 from services.gateway.safety.requests import Asker, ModelRule
 from services.gateway.service_types import Ports
-from services.gateway.splits import SplitCaller
 from services.gateway.text.text_model import TextModel
 from services.ports.rows import RowRunner
-from fairway.formats.safety import JudgeRule
 
 log = structlog.get_logger()
 
@@ -34,7 +39,7 @@ _OVERLAP: Final = 8  # a part repeats so small a share of the one before
 
 
 class RowClassifiers:
-    """Implements ``Classifiers``. A verdict is no request of the tenant: it counts against no request rate."""
+    """Implements ``Classifiers``. A verdict is no request of the tenant: no rate of requests counts it."""
 
     def __init__(self, catalog: ModelCatalog, runner: RowRunner, ports: Ports) -> None:
         self._catalog = catalog
@@ -148,7 +153,8 @@ def _probabilities(ends: Sequence[RowEnd], signature: Signature) -> NDArray[np.f
     found = np.frombuffer(tensor.data, np.float64).reshape(len(ends), labels)
     if not ((found >= 0) & (found <= 1)).all():
         raise FailedPrecondition("a classifier gave values that are no probabilities")
-    return found.max(axis=0)
+    highest: NDArray[np.float64] = found.max(axis=0)
+    return highest
 
 
 def _halves(text: str) -> tuple[str, str]:

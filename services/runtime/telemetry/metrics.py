@@ -152,8 +152,7 @@ class _Read:
 class Metrics(Collector):
     """The metrics of one process. ``registry`` is what Prometheus reads; read it on the event loop.
 
-    ``tenant``, ``model``, ``version`` and ``category`` bound the labels of that name; operators create what they
-    name.
+    ``tenants``, ``models``, ``versions`` and ``categories`` bound labels; operators create what they name.
     """
 
     def __init__(self, *, max_tenants: int = 1000, max_models: int = 200, max_versions: int = 400) -> None:
