@@ -43,6 +43,7 @@ from services.gateway.rows.inputs import (
     picture_rows,
     tensor_rows,
     text_rows,
+    token_ids_of,
 )
 from services.gateway.rows.results import (
     Vector,
@@ -148,10 +149,10 @@ class RowsService:
                     f"firsts has {len(firsts)} texts for {len(seconds)} second texts: send one, or as many",
                     field="firsts",
                 )
-            firsts = await safe.texts(firsts, "firsts")
-            pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
-            seconds = await safe.texts(seconds, "seconds")
-            return await self._read(safe, model, pairs, seconds, _cut_to(request), "seconds")
+            left = await safe.texts(firsts, "firsts")
+            right = await safe.texts(seconds, "seconds")
+            pairs = left if len(left) > 1 else [*left] * len(right)
+            return await self._read(safe, model, pairs, right, _cut_to(request), "seconds")
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
@@ -193,7 +194,9 @@ class RowsService:
         async def prepare(model: TextModel, signature: Signature, safe: RowFilter) -> PreparedRows:
             check_outputs(request.outputs, signature)
             if not classifies:
-                return tensor_rows(request.inputs, signature)
+                rows = tensor_rows(request.inputs, signature)
+                await safe.check_ids(model, token_ids_of(rows), "inputs")
+                return rows
             if request.inputs or (request.texts and request.images):
                 raise InvalidInput("the rows are of two kinds: send inputs, texts or images", field="inputs")
             if request.images:
@@ -201,8 +204,8 @@ class RowsService:
                 texts, tenant_id = self._parts.catalog.texts, principal.tenant_id
                 return await picture_rows(texts, model, tenant_id, signature, request.images)
             check_probabilities(len(request.texts), signature.classes, "texts")
-            texts = await safe.texts(request.texts, "texts")
-            return await self._read(safe, model, texts, (), _cut_to(request), "texts")
+            passed = await safe.texts(request.texts, "texts")
+            return await self._read(safe, model, passed, (), _cut_to(request), "texts")
 
         def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
             outputs = output_tensors(ends, request.outputs, signature)
