@@ -15,6 +15,7 @@ from fairway.client import AdminClient, ClientOptions, RetryPolicy, tls_credenti
 from fairway.client import errors as client_errors
 from fairway.client.errors import FairwayError
 from fairway.client.publish.publish import Base, Published, PublishProgress, PublishRefused
+from fairway.formats.servable import Kind
 from fairway.tls import CERTIFICATE, CertificateProblem, read_folder
 
 T = TypeVar("T")
@@ -174,14 +175,16 @@ async def publish_folder(
     report: Callable[[PublishProgress], None],
     base: Base | None = None,
     for_another_engine: bool = False,
+    kind: Kind | None = None,
 ) -> Published:
     """Publish a checkpoint folder, point ``tag`` at it unless empty, and return the result.
 
+    Of ``kind`` safety-pack the folder is the pack's file.
     Raises CliError.
     """
     try:
         return await admin.models.publish(
-            folder, model, tag, base=base, progress=report, for_another_engine=for_another_engine
+            folder, model, tag, base=base, progress=report, for_another_engine=for_another_engine, kind=kind
         )
     except FairwayError as exc:
         raise admin_error(exc, what=f"cannot publish {folder}") from exc

@@ -28,6 +28,7 @@ from fairway.cli.commands import (
     login,
     nodes,
     placements,
+    policies,
     reliability,
     rollouts,
     scaling,
@@ -97,6 +98,7 @@ app.add_typer(certs.app, name="certs")
 app.add_typer(signatures.app, name="models")
 app.add_typer(deployments.app, name="deployments")
 app.add_typer(aliases.app, name="aliases")
+app.add_typer(policies.app, name="policies")
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(scaling.app, name="scaling")
 app.add_typer(engines.app, name="engines")

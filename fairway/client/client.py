@@ -40,6 +40,7 @@ from fairway.client.values import (
     Event,
     Input,
     Message,
+    Moderated,
     Options,
     ServedModel,
     SessionOptions,
@@ -262,6 +263,25 @@ class Client:
             self._timeout_s(timeout_s),
         )
         return convert.token_count(answer)
+
+    async def moderate(
+        self,
+        inputs: Sequence[str],
+        *,
+        pack: str = "",
+        outputs: bool = False,
+        timeout_s: float | None = None,
+    ) -> Moderated:
+        """Return the verdicts of a safety pack on texts, by default those of the tenant's on inputs.
+
+        ``pack`` names a deployment; ``outputs``: by the pack's rules of outputs.
+        """
+        request = pb.ModerateRequest(inputs=inputs, pack=pack, outputs=outputs)
+        answer = await self._call(
+            lambda stub, *, timeout, metadata: stub.Moderate(request, timeout=timeout, metadata=metadata),
+            self._timeout_s(timeout_s),
+        )
+        return convert.moderated(answer)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
         """Return the models that the key may use."""

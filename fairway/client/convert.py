@@ -22,10 +22,14 @@ from fairway.client.values import (
     Input,
     JsonSchema,
     Message,
+    Moderated,
+    ModeratedCategory,
+    Moderation,
     OneOf,
     Options,
     Priority,
     Regex,
+    SafetyDigests,
     ServedModel,
     StageClock,
     TokenCount,
@@ -280,7 +284,19 @@ accepted: Final = Mirror(
     {
         "degradations": Mirror(Degradation, pb.Degradation, {"kind": Pair("kind", read=_degradation)}).each(
             "degradations"
-        )
+        ),
+        "safety": Mirror(SafetyDigests, pb.SafetyDigests).one("safety", unset=True),
+    },
+).from_proto
+moderated: Final = Mirror(
+    Moderated,
+    pb.ModerateResponse,
+    {
+        "results": Mirror(
+            Moderation,
+            pb.Moderation,
+            {"categories": Mirror(ModeratedCategory, pb.ModeratedCategory).each("categories")},
+        ).each("results")
     },
 ).from_proto
 tokens: Final = Mirror(

@@ -156,6 +156,44 @@ class Degradation:
 
 
 @dataclass(frozen=True, slots=True)
+class SafetyDigests:
+    """The safety packs that a request obeys; an empty digest: none."""
+
+    default_digest: str  # of the safety_policy.json of its version
+    deployment: str  # of the tenant's pack
+    pack_digest: str  # version of the tenant's pack
+
+
+@dataclass(frozen=True, slots=True)
+class ModeratedCategory:
+    """The verdict of one category. ``action``: what the pack does: block, stop, redact or flag."""
+
+    name: str
+    flagged: bool
+    score: float  # highest of its labels, 1 where a list or personal data matches
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moderation:
+    """The verdict on one text, with every category of the pack."""
+
+    flagged: bool
+    categories: tuple[ModeratedCategory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moderated:
+    """The verdicts on the texts, in order."""
+
+    request_id: str
+    pack: str  # deployment of the pack
+    pack_digest: str
+    results: tuple[Moderation, ...]
+    skipped: tuple[str, ...] = ()  # rules of the pack that judge generations alone
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The server's resolution of a request. ``seed`` makes the sampling of an equal request repeatable."""
 
@@ -173,6 +211,7 @@ class Accepted:
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
     exact: bool = False  # promise of all ready replicas: neither company nor a move changes the output
+    safety: SafetyDigests | None = None  # the safety packs that it obeys; None: none
 
 
 @dataclass(frozen=True, slots=True)

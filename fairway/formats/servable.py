@@ -39,8 +39,10 @@ from fairway.formats.weights import (
     weight_files,
 )
 
-Kind = Literal["causal-lm", "fixed-cost"]
-Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the executor of a deployment
+Kind = Literal["causal-lm", "fixed-cost", "safety-pack"]
+# Fairway's own engine, vLLM, and the gateways, which apply safety packs; by the executor of a deployment.
+Engine = Literal["torch", "vllm", "gateway"]
+GATEWAY: Final = "gateway"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
@@ -77,9 +79,9 @@ def checkpoint_problem(
 
 def no_engine(problems: Mapping[Engine, str]) -> str:
     """Return why none of the engines serves a version, or an empty text."""
-    own, other = problems["torch"], problems["vllm"]
-    if not own or not other:
+    if not all(problems.values()):
         return ""
+    own, other = problems["torch"], problems["vllm"]
     return own if other in own else f"{own}; by vllm: {other}"
 
 
@@ -87,6 +89,9 @@ def engine_problems(
     names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
 ) -> dict[Engine, str]:
     """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
+    if kind == "safety-pack":
+        refused = "it is a safety pack, which gateways apply"
+        return {"gateway": "", "torch": refused, "vllm": refused}
     if kind == "fixed-cost":
         own = _own_problem(names, read, kind)
         return {"torch": own, "vllm": own or encoder_problem(parse_fixed_cost(names, read))}

@@ -566,6 +566,7 @@ class Tenant(_message.Message):
     DATA_KEY_FIELD_NUMBER: _builtins.int
     EGRESS_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     STREAM_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SAFETY_PACK_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     requests_per_minute: _builtins.int
     """0: no limit, here and below."""
@@ -601,6 +602,8 @@ class Tenant(_message.Message):
     """Output tokens that its clients receive per second, of all gateways together."""
     stream_tokens_per_second: _builtins.int
     """Output tokens that each of its streams receives per second."""
+    safety_pack: _builtins.str
+    """The deployment of the safety pack that its requests obey, besides that of their version. Empty: none."""
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
     @_builtins.property
@@ -651,10 +654,11 @@ class Tenant(_message.Message):
         data_key: Global___DataKeyStatus | None = ...,
         egress_tokens_per_second: _builtins.int = ...,
         stream_tokens_per_second: _builtins.int = ...,
+        safety_pack: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data_key", b"data_key", "degrade", b"degrade", "max_timeout", b"max_timeout", "metadata", b"metadata", "retention", b"retention", "training_consent", b"training_consent", "user_limits", b"user_limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "data_key", b"data_key", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "egress_tokens_per_second", b"egress_tokens_per_second", "input_tokens_per_minute", b"input_tokens_per_minute", "isolation", b"isolation", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "residency", b"residency", "retention", b"retention", "stream_tokens_per_second", b"stream_tokens_per_second", "tokens_per_minute", b"tokens_per_minute", "training_consent", b"training_consent", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens_per_minute", b"committed_tokens_per_minute", "data_key", b"data_key", "degrade", b"degrade", "disabled", b"disabled", "display_name", b"display_name", "egress_tokens_per_second", b"egress_tokens_per_second", "input_tokens_per_minute", b"input_tokens_per_minute", "isolation", b"isolation", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_concurrency", b"max_concurrency", "max_context_tokens", b"max_context_tokens", "max_output_tokens", b"max_output_tokens", "max_priority", b"max_priority", "max_timeout", b"max_timeout", "metadata", b"metadata", "output_tokens_per_minute", b"output_tokens_per_minute", "requests_per_minute", b"requests_per_minute", "residency", b"residency", "retention", b"retention", "safety_pack", b"safety_pack", "stream_tokens_per_second", b"stream_tokens_per_second", "tokens_per_minute", b"tokens_per_minute", "training_consent", b"training_consent", "user_limits", b"user_limits", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -911,8 +915,8 @@ class Deployment(_message.Message):
     version_digest: _builtins.str
     """Set by the server."""
     executor: _builtins.str
-    """"torch" (Fairway's own engine), "vllm", or "null" (no weights, for measuring). Empty: the first that
-    serves the version.
+    """"torch" (Fairway's own engine), "vllm", "null" (no weights, for measuring), or "gateway" (safety packs,
+    without replicas). Empty: the first that serves the version.
     """
     output_form: _builtins.str
     """How the model writes calls and reasoning, in place of what its files show. See docs/tools.md."""

@@ -513,6 +513,7 @@ class Accepted(_message.Message):
     BASE_DIGEST_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
+    SAFETY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     version_digest: _builtins.str
@@ -539,6 +540,10 @@ class Accepted(_message.Message):
     def size(self) -> Global___SizeChoice:
         """Absent: the request named a deployment."""
 
+    @_builtins.property
+    def safety(self) -> Global___SafetyDigests:
+        """The safety packs that the request obeys. Absent: none."""
+
     def __init__(
         self,
         *,
@@ -555,14 +560,42 @@ class Accepted(_message.Message):
         base_digest: _builtins.str = ...,
         exact: _builtins.bool = ...,
         size: Global___SizeChoice | None = ...,
+        safety: Global___SafetyDigests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["size", b"size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["safety", b"safety", "size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "exact", b"exact", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "seed", b"seed", "size", b"size", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "cached", b"cached", "degradations", b"degradations", "exact", b"exact", "model", b"model", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed", "request_id", b"request_id", "route_revision", b"route_revision", "safety", b"safety", "seed", b"seed", "size", b"size", "version_digest", b"version_digest", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
+
+@_typing.final
+class SafetyDigests(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEFAULT_DIGEST_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    PACK_DIGEST_FIELD_NUMBER: _builtins.int
+    default_digest: _builtins.str
+    """Of the safety_policy.json of the version. Empty: it has none."""
+    deployment: _builtins.str
+    """The tenant's safety pack, and its version. Empty: the tenant has none."""
+    pack_digest: _builtins.str
+    def __init__(
+        self,
+        *,
+        default_digest: _builtins.str = ...,
+        deployment: _builtins.str = ...,
+        pack_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_digest", b"default_digest", "deployment", b"deployment", "pack_digest", b"pack_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SafetyDigests: _TypeAlias = SafetyDigests  # noqa: Y015
 
 @_typing.final
 class TokenChunk(_message.Message):
@@ -1556,6 +1589,131 @@ class CountTokensResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CountTokensResponse: _TypeAlias = CountTokensResponse  # noqa: Y015
+
+@_typing.final
+class ModerateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
+    pack: _builtins.str
+    """The deployment of the safety pack. Empty: the tenant's."""
+    outputs: _builtins.bool
+    """Judge them by the rules of outputs, in place of those of inputs."""
+    session_key: _builtins.str
+    """What makes a split of the pack sticky."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        inputs: _abc.Iterable[_builtins.str] | None = ...,
+        pack: _builtins.str = ...,
+        outputs: _builtins.bool = ...,
+        session_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "outputs", b"outputs", "pack", b"pack", "session_key", b"session_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModerateRequest: _TypeAlias = ModerateRequest  # noqa: Y015
+
+@_typing.final
+class ModerateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PACK_FIELD_NUMBER: _builtins.int
+    PACK_DIGEST_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    pack: _builtins.str
+    pack_digest: _builtins.str
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___Moderation]:
+        """One of each input, in order."""
+
+    @_builtins.property
+    def skipped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What of the pack judges generations alone, and so none of the inputs: its probe, and its judges by model."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        pack: _builtins.str = ...,
+        pack_digest: _builtins.str = ...,
+        results: _abc.Iterable[Global___Moderation] | None = ...,
+        skipped: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pack", b"pack", "pack_digest", b"pack_digest", "request_id", b"request_id", "results", b"results", "skipped", b"skipped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModerateResponse: _TypeAlias = ModerateResponse  # noqa: Y015
+
+@_typing.final
+class Moderation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLAGGED_FIELD_NUMBER: _builtins.int
+    CATEGORIES_FIELD_NUMBER: _builtins.int
+    flagged: _builtins.bool
+    """Whether any category is flagged."""
+    @_builtins.property
+    def categories(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModeratedCategory]:
+        """Every category of the pack, by name."""
+
+    def __init__(
+        self,
+        *,
+        flagged: _builtins.bool = ...,
+        categories: _abc.Iterable[Global___ModeratedCategory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["categories", b"categories", "flagged", b"flagged"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Moderation: _TypeAlias = Moderation  # noqa: Y015
+
+@_typing.final
+class ModeratedCategory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FLAGGED_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    flagged: _builtins.bool
+    score: _builtins.float
+    """The highest score of a label of the category, and 1 where a list or personal data matches."""
+    action: _builtins.str
+    """What the pack does: block, stop, redact or flag."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        flagged: _builtins.bool = ...,
+        score: _builtins.float = ...,
+        action: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "flagged", b"flagged", "name", b"name", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModeratedCategory: _TypeAlias = ModeratedCategory  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

@@ -74,6 +74,11 @@ class InferenceServiceStub:
                 request_serializer=fairway_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
                 _registered_method=True)
+        self.Moderate = channel.unary_unary(
+                '/fairway.v1.InferenceService/Moderate',
+                request_serializer=fairway_dot_v1_dot_inference__pb2.ModerateRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_inference__pb2.ModerateResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/fairway.v1.InferenceService/ListModels',
                 request_serializer=fairway_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -140,6 +145,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Moderate(self, request, context):
+        """Judge texts by a safety pack.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """List the models that the caller may use.
         """
@@ -189,6 +201,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.CountTokens,
                     request_deserializer=fairway_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'Moderate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Moderate,
+                    request_deserializer=fairway_dot_v1_dot_inference__pb2.ModerateRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_inference__pb2.ModerateResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -412,6 +429,33 @@ class InferenceService:
             '/fairway.v1.InferenceService/CountTokens',
             fairway_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
             fairway_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Moderate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.InferenceService/Moderate',
+            fairway_dot_v1_dot_inference__pb2.ModerateRequest.SerializeToString,
+            fairway_dot_v1_dot_inference__pb2.ModerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

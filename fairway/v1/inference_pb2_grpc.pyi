@@ -47,6 +47,8 @@ class InferenceServiceStub:
     """Run a fixed-cost model on tensors, or classify texts or pictures."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]
     """Count the tokens that a generation's input would be billed for."""
+    Moderate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModerateRequest, _inference_pb2.ModerateResponse]
+    """Judge texts by a safety pack."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """List the models that the caller may use."""
 
@@ -69,6 +71,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Run a fixed-cost model on tensors, or classify texts or pictures."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_inference_pb2.CountTokensRequest, _inference_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Count the tokens that a generation's input would be billed for."""
+    Moderate: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModerateRequest, _inference_pb2.ModerateResponse]  # type: ignore[assignment]
+    """Judge texts by a safety pack."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """List the models that the caller may use."""
 
@@ -136,6 +140,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CountTokensResponse, _abc.Awaitable[_inference_pb2.CountTokensResponse]]:
         """Count the tokens that a generation's input would be billed for."""
+
+    @_abc_1.abstractmethod
+    def Moderate(
+        self,
+        request: _inference_pb2.ModerateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ModerateResponse, _abc.Awaitable[_inference_pb2.ModerateResponse]]:
+        """Judge texts by a safety pack."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -74,7 +74,7 @@ class Manifest(_message.Message):
     schema: _builtins.int
     """2, and 3 of an adapter. Versions of schema 1 stay readable; it has neither of the digests 9 and 10."""
     kind: _builtins.str
-    """"causal-lm" or "fixed-cost"."""
+    """"causal-lm", "fixed-cost" or "safety-pack"."""
     tokenizer_digest: _builtins.str
     """Digests of the parts that decide behaviour: tokenizer.json, chat_template.jinja, generation_config.json,
     safety_policy.json, engine_limits.json. One that is among the files has to be named here.

@@ -111,6 +111,7 @@ class PlaceRequest(_message.Message):
     ISOLATION_WAITS_FIELD_NUMBER: _builtins.int
     KV_SHARE_FIELD_NUMBER: _builtins.int
     SIZE_REASON_FIELD_NUMBER: _builtins.int
+    SAFETY_FIELD_NUMBER: _builtins.int
     placement_id: _builtins.int
     request_id: _builtins.str
     choice: _builtins.int
@@ -153,6 +154,8 @@ class PlaceRequest(_message.Message):
     """Share of a worker's KV blocks that the tenant may hold. 0: no budget."""
     size_reason: _builtins.str
     """Why this size of an alias serves it, for explanations. Empty: it named a deployment."""
+    safety: _builtins.str
+    """The safety packs that it obeys, for explanations. Empty: none."""
     @_builtins.property
     def excluded_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to be chosen: it was lost or refused there."""
@@ -191,10 +194,11 @@ class PlaceRequest(_message.Message):
         isolation_waits: _builtins.bool = ...,
         kv_share: _builtins.float = ...,
         size_reason: _builtins.str = ...,
+        safety: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "attempt", b"attempt", "begun", b"begun", "choice", b"choice", "committed_tokens_per_minute", b"committed_tokens_per_minute", "deadline_left_ms", b"deadline_left_ms", "excluded_workers", b"excluded_workers", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_output_tokens", b"max_output_tokens", "model", b"model", "node_group", b"node_group", "over_quota", b"over_quota", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "size_reason", b"size_reason", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_unix_us", b"arrival_unix_us", "attempt", b"attempt", "begun", b"begun", "choice", b"choice", "committed_tokens_per_minute", b"committed_tokens_per_minute", "deadline_left_ms", b"deadline_left_ms", "excluded_workers", b"excluded_workers", "isolation_waits", b"isolation_waits", "kv_share", b"kv_share", "max_output_tokens", b"max_output_tokens", "model", b"model", "node_group", b"node_group", "over_quota", b"over_quota", "placement_id", b"placement_id", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queue_ttl_ms", b"queue_ttl_ms", "request_id", b"request_id", "route_revision", b"route_revision", "safety", b"safety", "size_reason", b"size_reason", "tenant_id", b"tenant_id", "tenant_weight", b"tenant_weight", "ticket", b"ticket", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1616,6 +1620,7 @@ class PlacementDecision(_message.Message):
     LOOKS_GIVING_WAY_FIELD_NUMBER: _builtins.int
     LOOKS_OVER_BUDGET_FIELD_NUMBER: _builtins.int
     SIZE_REASON_FIELD_NUMBER: _builtins.int
+    SAFETY_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     tenant: _builtins.str
     model: _builtins.str
@@ -1648,6 +1653,8 @@ class PlacementDecision(_message.Message):
     """Looks at which its tenant had no KV budget left on some worker: it was to start elsewhere, or to wait."""
     size_reason: _builtins.str
     """The size_reason of its PlaceRequest."""
+    safety: _builtins.str
+    """The safety of its PlaceRequest."""
     @_builtins.property
     def queued_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -1688,10 +1695,11 @@ class PlacementDecision(_message.Message):
         looks_giving_way: _builtins.int = ...,
         looks_over_budget: _builtins.int = ...,
         size_reason: _builtins.str = ...,
+        safety: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["queued_time", b"queued_time", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_over_budget", b"looks_over_budget", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "size_reason", b"size_reason", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bypassed", b"bypassed", "choice", b"choice", "counter_tokens", b"counter_tokens", "epoch", b"epoch", "excluded_workers", b"excluded_workers", "looks", b"looks", "looks_giving_way", b"looks_giving_way", "looks_over_budget", b"looks_over_budget", "looks_without_room", b"looks_without_room", "model", b"model", "outcome", b"outcome", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "queued_time", b"queued_time", "ranked", b"ranked", "rejections", b"rejections", "reserved_tokens", b"reserved_tokens", "safety", b"safety", "size_reason", b"size_reason", "tenant", b"tenant", "version_digest", b"version_digest", "wait", b"wait", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,8 @@ class SliAmounts(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     SESSION_BITS_FIELD_NUMBER: _builtins.int
+    INTERVENTIONS_FIELD_NUMBER: _builtins.int
+    FLAGGED_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     errors: _builtins.int
     poisoned: _builtins.int
@@ -108,6 +110,9 @@ class SliAmounts(_message.Message):
     tokens: _builtins.int
     device_s: _builtins.float
     session_bits: _builtins.int
+    interventions: _builtins.int
+    """Of a safety pack: requests that it blocked, stopped or redacted, or as a shadow would have."""
+    flagged: _builtins.int
     @_builtins.property
     def ttft(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptSizeSketch]: ...
     @_builtins.property
@@ -127,10 +132,12 @@ class SliAmounts(_message.Message):
         ttft: _abc.Iterable[Global___PromptSizeSketch] | None = ...,
         itl: Global___LatencySketch | None = ...,
         session_bits: _builtins.int = ...,
+        interventions: _builtins.int = ...,
+        flagged: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "device_s", b"device_s", "errors", b"errors", "finished", b"finished", "itl", b"itl", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "requests", b"requests", "session_bits", b"session_bits", "started", b"started", "tokens", b"tokens", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "device_s", b"device_s", "errors", b"errors", "finished", b"finished", "flagged", b"flagged", "interventions", b"interventions", "itl", b"itl", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "requests", b"requests", "session_bits", b"session_bits", "started", b"started", "tokens", b"tokens", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

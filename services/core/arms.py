@@ -30,7 +30,7 @@ PROMPT_SIZES: Final = 10
 
 
 class ArmKey(Struct, frozen=True, gc=False):
-    """One version of a deployment."""
+    """One version of a deployment, of a model or of a safety pack."""
 
     model: str  # the deployment
     version_digest: str
@@ -91,6 +91,9 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
+    # Requests that a safety pack blocked, stopped or redacted, or as a shadow would have; and those flagged.
+    interventions: int = 0
+    flagged: int = 0
     # Seconds until the first token of each choice, by the size of the prompt, which mostly determines them.
     ttft: dict[int, Sketch] = field(default_factory=dict)
     # Seconds between tokens, weighted by token.
@@ -124,6 +127,8 @@ class SliSums:
         self.output_tokens += other.output_tokens
         self.tokens += other.tokens
         self.device_s += other.device_s
+        self.interventions += other.interventions
+        self.flagged += other.flagged
         for size, sketch in other.ttft.items():
             self.ttft_of(size).merge(sketch)
         self.itl.merge(other.itl)

@@ -108,6 +108,7 @@ class PlacementDecision:
     ranked: tuple[RankedWorker, ...] = ()
     rejections: tuple[FilterRejections, ...] = ()
     size_reason: str = ""  # the one of ``PlaceSpec``
+    safety: str = ""  # the one of ``PlaceSpec``
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from services.core.aliases import SizeChoice
 from services.core.outputs.forms import OutputForm
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import KeyRole, Priority
+from services.core.safety import SafetyPins
 
 
 class FinishReason(StrEnum):
@@ -174,6 +175,7 @@ class GenerationSpec:
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
+    safety: SafetyPins | None = None  # safety packs that it obeys; None: none
 
     @property
     def scored_tokens(self) -> int:
@@ -244,6 +246,7 @@ class PlaceSpec:
     isolation_waits: bool = False  # it waits while none of these serves its version
     kv_share: float = 0.0  # share of a worker's KV that its tenant may hold; 0: no budget
     size_reason: str = ""  # why this size of an alias serves it; empty: it named a deployment
+    safety: str = ""  # safety packs that it obeys, for its explanation; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ MAX_PATH_BYTES: Final = 512
 MAX_PATH_PARTS: Final = 8
 MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024
 
-Kind = Literal["causal-lm", "fixed-cost"]
-KINDS: Final = ("causal-lm", "fixed-cost")
+Kind = Literal["causal-lm", "fixed-cost", "safety-pack"]
+KINDS: Final = ("causal-lm", "fixed-cost", "safety-pack")
 
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _MODEL: Final = re.compile(r"[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?")
@@ -175,6 +175,8 @@ def check_manifest(manifest: Manifest) -> None:
     if manifest.base_digest or manifest.base_model or manifest.schema == ADAPTER_SCHEMA:
         _check_base(manifest)
         return
+    if manifest.kind == "safety-pack" and [file.path for file in manifest.files] != [POLICY_NAME]:
+        raise InvalidInput(f"a safety-pack version has one file, {POLICY_NAME}", field="manifest.files")
     if manifest.kind == "causal-lm" and all(file.path != "config.json" for file in manifest.files):
         is_adapter = any(file.path == ADAPTER_CONFIG for file in manifest.files)
         hint = ": an adapter is published with --base" if is_adapter else ""

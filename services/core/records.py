@@ -66,6 +66,11 @@ def signatures_key(model: str, digest: str) -> str:
     return f"{SIGNATURES}{model}/{digest}"
 
 
+def pack_users_key(deployment: str) -> str:
+    """Key that every commit writes when a tenant starts to use a safety pack; its deletion checks it."""
+    return f"{ROOT}guards/pack-users/{deployment}"
+
+
 def objective_key(model: str, priority: Priority) -> str:
     """Key that the one objective of a model and class holds."""
     return f"{ROOT}guards/objectives/{model}/{priority}"
@@ -201,6 +206,7 @@ class Tenant:
     training_consent: TrainingConsent = field(default_factory=lambda: TrainingConsent())
     egress_tokens_per_second: int = 0  # output that leaves for its clients, of all gateways together
     stream_tokens_per_second: int = 0  # output that leaves for each stream
+    safety_pack: str = ""  # deployment of the safety pack that its requests obey; empty: none
 
     @property
     def node_group(self) -> str:
@@ -259,6 +265,7 @@ class ApiKey:
     limits: UsageLimits = field(default_factory=UsageLimits)
 
 
+GATEWAY_EXECUTOR: Final = "gateway"  # executor of safety packs: no worker runs them
 OWNER_LABEL: Final = "owner"  # key of the label that names the owner of a deployment
 
 
@@ -286,6 +293,11 @@ class Deployment:
         if self.scaling is None or decided is None:
             return self
         return replace(self, replicas=decided.replicas)
+
+    @property
+    def of_pack(self) -> bool:
+        """Whether its versions are safety packs: gateways apply them, and it has no replicas."""
+        return self.executor == GATEWAY_EXECUTOR
 
     @property
     def owner(self) -> str:
@@ -637,7 +649,10 @@ class VersionRecord:
         """
         if not wished:
             return next(iter(self.servable_by), "torch")
-        if problem := self.engine_problems.get(wished, ""):
+        problem = self.engine_problems.get(wished, "")
+        if wished == GATEWAY_EXECUTOR and wished not in self.engine_problems:
+            problem = "gateways apply safety packs alone"
+        if problem:
             others = "".join(f"; use executor: {name}" for name in self.servable_by[:1])
             raise UnsupportedFeature(
                 f"executor {wished} does not serve {self.model} {self.digest[:19]}: {problem}{others}",

@@ -166,7 +166,7 @@ class ModelCatalog:
         """
         requested, model = model, self.named(model)
         held = self._held(model)
-        if held is None or not held.record.version_digest:
+        if held is None or not held.record.version_digest or held.record.of_pack:
             raise model_not_found(requested)
         split = self._splits.of(model)
         if split is not None:
@@ -175,6 +175,14 @@ class ModelCatalog:
         if caller is not None and caller.pin and caller.pin != route.version_digest:
             raise pin_refused(model, caller.pin, allowed=True)
         return route
+
+    def resolve_pack(self, deployment: str, caller: SplitCaller) -> Route:
+        """Return the route of a safety pack for a caller. Raises ModelNotFound."""
+        held = self._held(deployment)
+        if held is None or not held.record.of_pack:
+            raise model_not_found(deployment)
+        split = self._splits.of(deployment)
+        return self._served(held) if split is None else self._arm(held.record, split, caller)
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
         """Return the route of an earlier run, even if the name now has another route.
@@ -198,6 +206,13 @@ class ModelCatalog:
         self._remember(found.model, pinned.version_digest)
         return self._route(deployment, pinned.route_revision)
 
+    def model_of(self, version_digest: str) -> str:
+        """Return the registry's name of the model of a version that was resolved. Raises ModelNotFound."""
+        model = self._models.get(version_digest)
+        if model is None:
+            raise model_not_found(version_digest)
+        return model
+
     def named(self, model: str) -> str:
         """Return the name of the deployment that a client's name of a model stands for."""
         return self._aliases.get(model, model)
@@ -218,7 +233,12 @@ class ModelCatalog:
 
     def shadow_of(self, tenant: str, spec: GenerationSpec) -> ShadowArm | None:
         """Return the arm that gets a copy of an admitted request, None for no copy."""
-        return self._splits.shadow_of(tenant, spec)
+        caller = SplitCaller(tenant, spec.session_key)
+        return self.shadow_arm(caller, spec.model, spec.step, spec.version_digest)
+
+    def shadow_arm(self, caller: SplitCaller, model: str, step: str, version_digest: str) -> ShadowArm | None:
+        """Return the arm that a request of a version is compared with, None for none."""
+        return self._splits.shadow_of(caller, model, step, version_digest)
 
     def serves(self, model: str, version_digest: str) -> bool:
         """Return whether a worker has a version, or the deployment or an open arm of its split names it."""
@@ -243,8 +263,9 @@ class ModelCatalog:
         )
 
     def has(self, model: str) -> bool:
-        """Whether a deployment has this name, or stands behind it."""
-        return DEPLOYMENTS + self.named(model) in self._deployments.view
+        """Whether the deployment of a model has this name, or stands behind it."""
+        held = self._deployments.view.get(DEPLOYMENTS + self.named(model))
+        return held is not None and not held.record.of_pack
 
     def price(self, model: str, priority: Priority) -> Price:
         """Return what a class of requests pays for a deployment; nothing costs where it was deleted."""
@@ -331,9 +352,13 @@ class ModelCatalog:
         return [self.resolve(name) for name in self.names()]
 
     def names(self) -> Iterator[str]:
-        """Yield the deployments that have a version, by name."""
+        """Yield the deployments of models that have a version, by name."""
         held = self._deployments.view
-        return (held[key].record.meta.name for key in sorted(held) if held[key].record.version_digest)
+        return (
+            record.meta.name
+            for key in sorted(held)
+            if (record := held[key].record).version_digest and not record.of_pack
+        )
 
     def max_context_tokens(self, version_digest: str) -> int:
         """Return the bound of prompt and output tokens together; 0 while it is unknown.
@@ -393,9 +418,7 @@ class ModelCatalog:
         assert len(self._models) <= MAX_REMEMBERED, "more versions are remembered than the bound allows"
 
     async def _load(self, version_digest: str) -> TextModel:
-        model = self._models.get(version_digest)
-        if model is None:
-            raise model_not_found(version_digest)
+        model = self.model_of(version_digest)
         loaded = await self.texts.load(version_digest, lambda: self._folder(model, version_digest))
         manifest = await self._files.readable(model, version_digest)
         loaded = replace(loaded, weights_digest=manifest.weights_digest, base_digest=manifest.base_digest)
@@ -446,7 +469,9 @@ class ModelCatalog:
         name = deployment.meta.name
         ready, restarting = (found.get(name, _NO_REPLICAS) for found in (self._ready_of, self._restarting_of))
         arm = self._splits.choose(
-            split.record, caller, serves=lambda digest: bool(ready.get(digest) or restarting.get(digest))
+            split.record,
+            caller,
+            serves=lambda digest: deployment.of_pack or bool(ready.get(digest) or restarting.get(digest)),
         )
         self._remember(deployment.model, arm.version_digest)
         of_arm = replace(deployment, version_digest=arm.version_digest)

@@ -21,6 +21,7 @@ from services.core.errors import FairwayError
 from services.core.generation import FinishReason, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
 from services.core.outputs.forms import OutputForm
+from services.core.safety import SafetyPins
 from services.gateway.policy.degrade import Degradation
 
 MAX_ATTEMPT: Final = 1000  # larger numbers count as this one
@@ -113,6 +114,7 @@ class Accepted:
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
+    safety: SafetyPins | None = None  # safety packs that it obeys; None: none
 
 
 @dataclass(slots=True)

@@ -70,10 +70,10 @@ class ResponseCache:
         self._owner = owner
         self._lookups = lookups
 
-    async def find(self, tenant_id: str, spec: GenerationSpec, packs: str) -> CachedAnswer | None:
-        """Return the answer of an equal request of the tenant under the same packs, if there is one."""
+    async def find(self, tenant_id: str, spec: GenerationSpec) -> CachedAnswer | None:
+        """Return the answer of an equal request of the tenant, if there is one."""
         try:
-            tail = await self._store.read(self._key(tenant_id, spec, packs), 0, watch=False)
+            tail = await self._store.read(self._key(tenant_id, spec), 0, watch=False)
             entries = decode(tail.chunks[0]) if tail.state is RecordState.ENDED and tail.chunks else ()
         except FairwayError as error:
             log.info("response_cache.read_failed", reason=error.reason)
@@ -87,20 +87,20 @@ class ResponseCache:
         self._lookups.add("miss" if found is None else "hit")
         return found
 
-    async def put(self, tenant_id: str, spec: GenerationSpec, packs: str, answer: CachedAnswer) -> None:
+    async def put(self, tenant_id: str, spec: GenerationSpec, answer: CachedAnswer) -> None:
         """Keep an answer, if there is room and no other request has kept an equal one."""
         output = Output(0, 0, 0, answer.ids, answer.text, logprobs_in(answer.logprobs))
         chunk = encode([output, end_in(answer.finished)])
         if len(chunk) > MAX_ENTRY_BYTES:
             return
         try:
-            claim = await self._store.claim(self._key(tenant_id, spec, packs), _FINGERPRINT, self._owner)
+            claim = await self._store.claim(self._key(tenant_id, spec), _FINGERPRINT, self._owner)
             if isinstance(claim, Owned):
                 await self._store.finish(claim.hold, chunk, None, Usage(0, 0))
         except FairwayError as error:
             log.info("response_cache.write_failed", reason=error.reason)
 
-    def _key(self, tenant_id: str, spec: GenerationSpec, packs: str) -> RecordKey:
+    def _key(self, tenant_id: str, spec: GenerationSpec) -> RecordKey:
         """Everything that decides a greedy answer."""
         decisive = (
             tenant_id,
@@ -110,7 +110,7 @@ class ResponseCache:
             replace(spec.sampling, seed=0),
             spec.limits,
             spec.continues_prompt,
-            *([packs] if packs else ()),
+            None if spec.safety is None else (spec.safety.default_digest, spec.safety.pack_digest),
         )
         digest = hmac.digest(
             self._secret, b"fairway response v1\0" + msgspec.msgpack.encode(decisive), "sha256"

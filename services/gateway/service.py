@@ -24,6 +24,7 @@ from services.gateway.requests.sequences import work_of
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
+from services.gateway.safety.packs import SafetyTerms
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
 from services.gateway.shadow import ShadowCopies
 from services.ports.clock import Clock
@@ -166,7 +167,7 @@ class GatewayService:
         Raises RequestRateExceeded: counting has its own rate, equal to the tenant's requests per minute.
         """
         route, generation = self._validator.check_count(principal, request)
-        async with self._counted(principal):
+        async with self.counted(principal):
             return route, await self._validator.count_tokens(principal, generation, route)
 
     async def token_ids(
@@ -174,21 +175,28 @@ class GatewayService:
     ) -> tuple[Route, Sequence[int]]:
         """Return the route and the token ids of an input. Raises as ``count_tokens``, and PromptTooLong."""
         route, generation = self._validator.check_count(principal, request)
-        async with self._counted(principal):
+        async with self.counted(principal):
             return route, await self._validator.token_ids(principal, generation, route)
 
     async def text_of(self, principal: Principal, model: str, ids: Sequence[int]) -> str:
         """Return the text of token ids of a model. Raises as ``count_tokens``."""
-        async with self._counted(principal):
+        async with self.counted(principal):
             return await self._validator.text_of(principal, model, ids)
+
+    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
+        """Return a safety pack as a request of the caller would get it; of no name, its tenant's.
+
+        Raises FailedPrecondition for a tenant without one, ModelNotFound, and as ``SafetyPacks.terms``.
+        """
+        return await self._admission.pack(principal, name, session_key)
 
     def max_context_tokens(self, route: Route) -> int:
         """Return the most tokens of a prompt and its output together."""
         return self._catalog.max_context_tokens(route.version_digest)
 
     @asynccontextmanager
-    async def _counted(self, principal: Principal) -> AsyncIterator[None]:
-        """Count a call that only tokenises against its bounds. Raises RequestRateExceeded."""
+    async def counted(self, principal: Principal) -> AsyncIterator[None]:
+        """Count a call that only tokenises, or moderates, against its bounds. Raises RequestRateExceeded."""
         tenant_id, most = principal.tenant_id, self.limits.max_tenant_counts
         if self._counting[tenant_id] >= most:
             raise RequestRateExceeded(

@@ -20,6 +20,7 @@ from services.gateway.policy.degrade import DegradeLevels
 from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.requests.egress import EgressGate, StreamEgress
 from services.gateway.response_cache import ResponseCache
+from services.gateway.safety.packs import SafetyPacks
 from services.gateway.safety.requests import SafetyDesk
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
@@ -121,7 +122,9 @@ class Ports:
     gate: EgressGate | None = None
     # Refuses inputs that ended an engine; None: nothing is refused.
     poisons: PoisonGate | None = None
-    # Judges the texts of requests; None: no request has a safety pack.
+    # The safety packs of requests; None: no request obeys one.
+    packs: SafetyPacks | None = None
+    # What judges texts by packs; there wherever packs are.
     safety: SafetyDesk | None = None
 
     def egress(self, tenant_id: str, received: Received) -> StreamEgress | None:

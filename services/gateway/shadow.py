@@ -204,6 +204,7 @@ def _copies_ports(ports: Ports) -> Ports:
         budgets_of=lambda _tenant: (),
         ttft_target_s=lambda _model, _priority: None,
         responses=None,
+        packs=None,
         retries=RetryBudget(),
         kills=OutsideKills(),
         safety=None,

@@ -135,6 +135,37 @@ class RequestEnd(Struct, frozen=True):
         )
 
 
+class ScreenEnd(Struct, frozen=True):
+    """What a safety pack did to one request. Its latency is ``hold_s``, its cost that of its classifiers."""
+
+    # Whether it blocked, stopped or redacted something, or as a shadow would have.
+    intervened: bool
+    flagged: bool
+    # Seconds by which the first piece of the output was released later than it came.
+    hold_s: float = 0.0
+    # Tokens of input and output that it judged.
+    tokens: int = 0
+    # Device time of its verdicts.
+    device_s: float = 0.0
+    # Whether something ended for want of a verdict.
+    unjudged: bool = False
+
+    def counted(self) -> RequestCounts:
+        return RequestCounts(
+            requests=1,
+            errors=int(self.unjudged),
+            poisoned=0,
+            started=1,
+            broken=0,
+            finished=0,
+            output_tokens=0,
+            tokens=self.tokens,
+            device_s=self.device_s,
+            interventions=int(self.intervened),
+            flagged=int(self.flagged),
+        )
+
+
 class RequestCounts(Struct, frozen=True, gc=False):
     """What one request adds to the fields of ``SliSums`` with these names."""
 
@@ -147,6 +178,8 @@ class RequestCounts(Struct, frozen=True, gc=False):
     output_tokens: int
     tokens: int
     device_s: float
+    interventions: int = 0
+    flagged: int = 0
 
     def add_to(self, sums: SliSums, subject: SliSubject, latencies: RequestLatencies) -> None:
         sums.requests += self.requests
@@ -158,6 +191,8 @@ class RequestCounts(Struct, frozen=True, gc=False):
         sums.output_tokens += self.output_tokens
         sums.tokens += self.tokens
         sums.device_s += self.device_s
+        sums.interventions += self.interventions
+        sums.flagged += self.flagged
         for ttft_s in latencies.ttft_s:
             sums.ttft_of(subject.prompt_size).add(ttft_s)
         if latencies.itl is not None:
@@ -222,6 +257,16 @@ class SliRecorder:
             arm = self._arm_of(GateWindow(key.arm.model, subject.step), key.arm)
             if arm is not None:
                 counts.add_to(arm[cluster_of(subject.session)], subject, end.latencies)
+
+    def screened(self, subject: SliSubject, end: ScreenEnd) -> None:
+        """Count what a safety pack did to a request. ``subject`` names the pack's deployment and version."""
+        counts, latencies = end.counted(), RequestLatencies()
+        latencies.ttft_s.append(end.hold_s)
+        counts.add_to(self._series_of(subject.key), subject, latencies)
+        if subject.step:
+            arm = self._arm_of(GateWindow(subject.key.arm.model, subject.step), subject.key.arm)
+            if arm is not None:
+                counts.add_to(arm[cluster_of(subject.session)], subject, latencies)
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""

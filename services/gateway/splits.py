@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from services.core.errors import PermissionDenied, Unavailable, VersionGone
-from services.core.generation import GenerationSpec
 from services.core.rollouts.routes import (
     ROUTES,
     ModelRoute,
@@ -78,19 +77,19 @@ class Splits:
             return route.stable
         return found if caller.pin or serves(found.version_digest) else route.stable
 
-    def shadow_of(self, tenant: str, spec: GenerationSpec) -> ShadowArm | None:
-        """Return the arm that gets a copy of a request, None for no copy.
+    def shadow_of(self, caller: SplitCaller, model: str, step: str, version_digest: str) -> ShadowArm | None:
+        """Return the arm that gets a copy of a request of a version, None for no copy.
 
         Only requests whose arm chance decided in the present step are copied: others are not compared.
         """
-        held = self.of(spec.model) if spec.step and self._routes.age_s() <= self._max_age_s else None
-        if held is None or held.record.shadow is None or held.record.step != spec.step:
+        held = self.of(model) if step and self._routes.age_s() <= self._max_age_s else None
+        if held is None or held.record.shadow is None or held.record.step != step:
             return None
         shadow = held.record.shadow
         arm = held.record.arm(shadow.arm)
-        if arm is None or arm.closed or arm.version_digest == spec.version_digest:
+        if arm is None or arm.closed or arm.version_digest == version_digest:
             return None
-        if not is_shadowed(held.record, SplitCaller(tenant, spec.session_key)):
+        if not is_shadowed(held.record, caller):
             return None
         return ShadowArm(arm.version_digest, held.mod_revision, shadow.max_concurrency)
 

@@ -140,7 +140,9 @@ class RegistryService:
             if manifest.base_digest:
                 readable = on_base(manifest, await self._base_of(manifest))
             problems: dict[str, str] = {}
-            if self._texts is not None and not for_another_engine:
+            if manifest.kind == "safety-pack":
+                problems = pack_problems()
+            elif self._texts is not None and not for_another_engine:
                 problems = await require_servable(self._blobs, readable, sha256_of(body), self._texts)
             computation = await computation_of(self._blobs, readable)
         record = VersionRecord(
@@ -434,6 +436,15 @@ async def with_idle_timeout(digest: str, data: AsyncIterator[bytes]) -> AsyncIte
         if not piece:
             return
         yield piece
+
+
+def pack_problems() -> dict[str, str]:
+    """Return by executor why it does not serve a safety pack; an empty text: it does."""
+    return {str(engine): why for engine, why in servable.engine_problems((), _no_file, "safety-pack").items()}
+
+
+def _no_file(path: str) -> bytes:
+    raise FileNotFoundError(path)
 
 
 _READ: Final = frozenset((*GATEWAY_FILES, *servable.READ))

@@ -74,7 +74,7 @@ async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
 
     The manifest of an adapter includes the files of its base.
     """
-    if manifest.kind == "fixed-cost":
+    if manifest.kind != "causal-lm":
         return ""
     contents = {file.path: await content_of(blobs, file) for file in manifest.files if file.path in READ}
     return await in_thread(computation_digest, manifest, contents)

@@ -12,11 +12,15 @@ import msgspec
 from fairway.formats.safety import SafetyPack, check_policy
 from services.core.generation import Principal
 from services.core.records import ApiKey, KeyRole, Meta, Priority, Tenant
-from services.core.safety import SafetyTerms
+from services.core.safety import SafetyPins
 from services.gateway.policy.claims import Payer
+from services.gateway.safety.lists import TextRules
+from services.gateway.safety.packs import CompiledPack, SafetyTerms
 from services.gateway.safety.record import SafetyRecord
-from services.gateway.safety.requests import Asker, ModelRule, PackRules, RequestSafety, SafetyDesk
+from services.gateway.safety.requests import Asker, Classifiers, ModelRule, RequestSafety, SafetyDesk
+from services.gateway.slis import SliRecorder
 from services.ports.clock import Clock
+from services.runtime.audit import AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
@@ -75,34 +79,48 @@ def asker_of(deadline_s: float = float("inf")) -> Asker:
     return Asker("req_1", principal, payer, Priority.STANDARD, "session", deadline_s)
 
 
+def compiled(pack: SafetyPack) -> CompiledPack:
+    return CompiledPack(pack, {"input": TextRules(pack, "input"), "output": TextRules(pack, "output")})
+
+
+@dataclass
+class FixedPacks:
+    """Every request obeys one pack; in place of ``SafetyPacks``. ``refusal``: it cannot be read."""
+
+    pack: SafetyPack | None
+    shadow: SafetyPack | None = None
+    refusal: Exception | None = None
+
+    async def terms(self, *_: Any) -> SafetyTerms | None:
+        if self.refusal is not None:
+            raise self.refusal
+        return None if self.pack is None else terms_of(self.pack, self.shadow)
+
+    pinned = terms
+
+
+def terms_of(pack: SafetyPack, shadow: SafetyPack | None = None) -> SafetyTerms:
+    shadow_digest = "" if shadow is None else "sha256:shadow"
+    pins = SafetyPins("sha256:own", "strict", "strict", "sha256:pack", shadow_digest=shadow_digest)
+    return SafetyTerms(pins, compiled(pack), None if shadow is None else compiled(shadow))
+
+
 def desk_of(
-    pack: SafetyPack | None,
-    classifiers: ScriptedClassifiers | None = None,
+    classifiers: Classifiers | None = None,
     *,
     clock: Clock | None = None,
     supervisor: Supervisor | None = None,
-    record: SafetyRecord | None = None,
-    flag_only: bool = False,
+    metrics: Metrics | None = None,
+    audit: AuditRecorder | None = None,
+    slis: SliRecorder | None = None,
 ) -> SafetyDesk:
-    """Return a desk under which every request has one pack."""
-    clock = clock or SystemClock()
-    terms = None if pack is None else SafetyTerms("sha256:own", "sha256:pack", pack, flag_only)
-
-    async def resolve(tenant: str, version_digest: str, session_key: str) -> SafetyTerms | None:
-        return terms
-
-    return SafetyDesk(
-        resolve,
-        classifiers or ScriptedClassifiers(),
-        record or SafetyRecord(Metrics()),
-        clock,
-        supervisor or Supervisor(clock),
-    )
+    clock, metrics = clock or SystemClock(), metrics or Metrics()
+    record = SafetyRecord(metrics, slis or SliRecorder(Metrics()), audit)
+    return SafetyDesk(classifiers or ScriptedClassifiers(), record, clock, supervisor or Supervisor(clock))
 
 
-def safety_of(pack: SafetyPack, desk: SafetyDesk, *, flag_only: bool = False) -> RequestSafety:
-    terms = SafetyTerms("sha256:own", "sha256:pack", pack, flag_only)
-    return RequestSafety(terms, PackRules(pack), asker_of(), desk)
+def safety_of(pack: SafetyPack, desk: SafetyDesk, shadow: SafetyPack | None = None) -> RequestSafety:
+    return desk.open(terms_of(pack, shadow), asker_of())
 
 
 def counted(metrics: Metrics, name: str, **labels: str) -> float:

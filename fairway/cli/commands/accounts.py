@@ -237,6 +237,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("kv share", lambda tenant: f"{tenant.kv_share:g}" if tenant.kv_share else "", wide=True),
         Column("egress/s", lambda tenant: str(tenant.egress_tokens_per_second or ""), wide=True),
         Column("stream/s", lambda tenant: str(tenant.stream_tokens_per_second or ""), wide=True),
+        Column("safety pack", lambda tenant: tenant.safety_pack, wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
         Column("labels", lambda tenant: labels(tenant.metadata), wide=True),

@@ -83,6 +83,7 @@ DECISIONS: Final[tuple[Column[pb.PlacementDecision], ...]] = (
     Column("scores", _parts, wide=True),
     Column("epoch", lambda found: str(found.epoch), wide=True),
     Column("digest", lambda found: found.version_digest, wide=True),
+    Column("safety", lambda found: found.safety, wide=True),
 )
 
 

@@ -534,13 +534,14 @@ async def publish(
 ) -> Published:
     """Return once the version is registered and verified and ``tag``, unless empty, points at it.
 
-    ``base``: that of an adapter. ``kind``: by default the one that ``config.json`` declares. A folder that
+    ``base``: that of an adapter. ``kind``: by default the one that ``config.json`` declares; of a safety-pack
+    the folder is its file. A folder that
     Fairway cannot serve is rejected, unless ``for_another_engine``. Files and folders whose name begins with
     a dot are left out. An unreachable registry is retried for ``patience_s``. Raises PublishRefused for a
     folder that cannot be a version, OSError for one that cannot be read, and grpc.aio.AioRpcError when the
     registry rejects it.
     """
-    files = await asyncio.to_thread(find_files, folder)
+    files = {POLICY_NAME: folder} if kind == "safety-pack" else await asyncio.to_thread(find_files, folder)
     declared = await asyncio.to_thread(declared_kind, files) if kind is None else kind
     found: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if not for_another_engine:

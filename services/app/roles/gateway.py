@@ -74,6 +74,10 @@ from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
+from services.gateway.safety.packs import SafetyPacks
+from services.gateway.safety.record import SafetyRecord
+from services.gateway.safety.requests import SafetyDesk
+from services.gateway.safety.verdicts import RowClassifiers
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -307,8 +311,12 @@ def _gateway_services(
         serves=catalog.serves,
         gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         waking=catalog.waking,
+        packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
+    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
+    classifiers = RowClassifiers(catalog, runner, ports)
+    ports = replace(ports, safety=SafetyDesk(classifiers, record, clock, environment.supervisor))
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,

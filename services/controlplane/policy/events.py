@@ -198,8 +198,12 @@ def _tenant(before: Tenant | None, after: Tenant | None) -> Iterator[FleetEvent]
     elif before.disabled != after.disabled:
         word = "disabled" if after.disabled else "enabled"
         yield FleetEvent(kind, after.meta.name, f"TENANT_{word.upper()}", f"tenant {word}")
-    elif replace(before, meta=after.meta) != after:
+    elif replace(before, meta=after.meta, safety_pack=after.safety_pack) != after:
         yield FleetEvent(kind, after.meta.name, "TENANT_UPDATED", "limits or name changed")
+    had = "" if before is None else before.safety_pack
+    if after is not None and after.safety_pack != had:
+        message = f"obeys the safety pack {after.safety_pack!r}, before {had!r}"
+        yield FleetEvent(kind, after.meta.name, "SAFETY_PACK_ASSIGNED", message)
 
 
 def _api_key(before: ApiKey | None, after: ApiKey | None) -> Iterator[FleetEvent]:

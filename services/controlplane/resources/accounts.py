@@ -19,6 +19,7 @@ from services.core.errors import (
     IntegrityError,
     InvalidInput,
     ModelNotFound,
+    NotFound,
     PermissionDenied,
     StoreUnavailable,
     Unauthenticated,
@@ -34,6 +35,7 @@ from services.core.records import (
     TENANTS,
     ApiKey,
     Budget,
+    Deployment,
     KeyRole,
     Meta,
     Tenant,
@@ -41,6 +43,7 @@ from services.core.records import (
     TrainingConsent,
     dump,
     load,
+    pack_users_key,
 )
 from services.ports.clock import Clock
 from services.ports.store import Committed, Delete, ModRevisionIs, Put, Store
@@ -127,7 +130,8 @@ class Accounts:
         request = self._tenants.request("create", tenant, request_id)
         if await self._tenants.replayed(request) is None:
             await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
-        together = await self._without_former_keys(tenant.meta.name)
+        keys, pack = await self._without_former_keys(tenant.meta.name), await self._user_of_pack(tenant)
+        together = WriteSet((*keys.conditions, *pack.conditions), (*keys.operations, *pack.operations))
         tenant = self._consented(tenant, TrainingConsent())
         created = await self._tenants.create(tenant, request, together=together)
         log.info("tenant.created", tenant=tenant.meta.name)
@@ -147,8 +151,11 @@ class Accounts:
         """
         _require_consistent(tenant)
         request = self._tenants.request("update", tenant, request_id, etag=etag)
+        together = WriteSet()
         if await self._tenants.replayed(request) is None:
-            had = _degraded_models((await self._tenants.get(tenant.meta.name)).record)
+            before = (await self._tenants.get(tenant.meta.name)).record
+            together = await self._user_of_pack(tenant)
+            had = _degraded_models(before)
             added = [model for model in _degraded_models(tenant) if model not in had]
             await self._require_deployed(added, field="tenant.degrade.smaller_models")
             if not tenant.disabled and (await self.tenant_keyring(tenant.meta.name)).erase_unix_s:
@@ -161,6 +168,7 @@ class Accounts:
             lambda stored: self._consented(tenant, stored.training_consent),
             request,
             etag=etag,
+            together=together,
         )
         log.info("tenant.updated", tenant=tenant.meta.name, disabled=tenant.disabled)
         return updated
@@ -242,6 +250,27 @@ class Accounts:
                 name=name,
             )
         return WriteSet((ModRevisionIs(entry.key, entry.mod_revision),), (Delete(entry.key),))
+
+    async def _user_of_pack(self, tenant: Tenant) -> WriteSet:
+        """Return the condition that the tenant's safety pack is there, and what its deletion detects.
+
+        Raises NotFound, InvalidInput for the deployment of a model.
+        """
+        name = tenant.safety_pack
+        if not name:
+            return WriteSet()
+        entry = await self._store.get(DEPLOYMENTS + name)
+        if entry is None:
+            raise NotFound(
+                f"there is no safety pack {name}: `fairway policies create FILE --name {name}` makes it",
+                name=name,
+            )
+        if not load(entry.value, Deployment).of_pack:
+            raise InvalidInput(
+                f"the deployment {name} is of a model, not of a safety pack", field="tenant.safety_pack"
+            )
+        exists = ModRevisionIs(entry.key, entry.mod_revision)
+        return WriteSet((exists,), (Put(pack_users_key(name), b""),))
 
     def _consented(self, tenant: Tenant, before: TrainingConsent) -> Tenant:
         """Return the tenant with who recorded its consent, and when, if that is not the one before."""

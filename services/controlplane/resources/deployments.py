@@ -19,16 +19,19 @@ from services.core.outputs.forms import named_form
 from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
+    GATEWAY_EXECUTOR,
     ROOT,
     TENANTS,
     WORKERS,
     Deployment,
     Tag,
+    Tenant,
     VersionRecord,
     Worker,
     dump,
     load,
     model_users_key,
+    pack_users_key,
     tag_key,
     version_key,
 )
@@ -136,8 +139,14 @@ class Deployments:
         if stored is None:
             name = deployment.meta.name
             before = await self._store.get(self._kind.key(name))
-            serving = "" if before is None else load(before.value, Deployment).version_digest
+            present = None if before is None else load(before.value, Deployment)
+            serving = "" if present is None else present.version_digest
             pinned, together = await self._pinned(deployment, serving=serving)
+            if present is not None and present.of_pack != pinned.of_pack:
+                raise InvalidInput(
+                    f"{name} cannot change between a model and a safety pack: create another deployment",
+                    field="deployment.model",
+                )
             routed = await self._store.get(ROUTES + name)
             unchanged = ModRevisionIs(ROUTES + name, 0 if routed is None else routed.mod_revision)
 
@@ -157,12 +166,16 @@ class Deployments:
     async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
         """Remove a deployment; the planner then removes its replicas from their workers.
 
-        Raises FailedPrecondition while a rollout of it is open.
+        Raises FailedPrecondition while a rollout of it is open, or a tenant has it as its safety pack.
         """
         request = self._kind.request("delete", name, request_id, etag=etag)
         if await self._store.get(ROUTES + name) is not None:
             raise _in_rollout(name)
-        alone = WriteSet(conditions=(ModRevisionIs(ROUTES + name, 0),))
+        guard = await self._store.get(pack_users_key(name))
+        await self._require_no_tenant(name)
+        # A tenant that got the pack after that read moved the guard; the commit then fails.
+        unmoved = ModRevisionIs(pack_users_key(name), 0 if guard is None else guard.mod_revision)
+        alone = WriteSet((ModRevisionIs(ROUTES + name, 0), unmoved), (Delete(pack_users_key(name)),))
         await self._kind.delete(name, request, etag=etag, together=alone)
         log.info("deployment.deleted", deployment=name)
 
@@ -178,6 +191,18 @@ class Deployments:
     async def _with_history(self, pinned: Deployment, together: WriteSet, cause: str) -> WriteSet:
         operations = await kept(self._store, pinned, self._clock.unix_s(), cause)
         return replace(together, operations=(*together.operations, *operations))
+
+    async def _require_no_tenant(self, name: str) -> None:
+        for entry in (await self._store.list(TENANTS)).entries:
+            found = readable(entry, Tenant)
+            if found is not None and found.safety_pack == name:
+                tenant = found.meta.name
+                raise FailedPrecondition(
+                    f"the requests of tenant {tenant} obey the safety pack {name}: give it another by "
+                    f"`fairway policies assign --tenant {tenant}`",
+                    name=name,
+                    tenant=tenant,
+                )
 
     async def names_by_version(self) -> dict[str, list[str]]:
         """Return the deployments of each version digest, by name."""
@@ -216,12 +241,33 @@ class Deployments:
         if version.digest != serving:
             await require_trust(self._trust, version)
         executor = version.executor(deployment.executor, field="deployment.executor")
+        if executor == GATEWAY_EXECUTOR:
+            _require_no_workers(deployment)
         if deployment.devices > 1 and executor != "vllm":
             raise InvalidInput(
                 f"executor {executor} runs on one device: tensor_parallel and pipeline_parallel are for vllm",
                 field="deployment.tensor_parallel",
             )
         return replace(deployment, version_digest=version.digest, executor=executor), together
+
+
+def _require_no_workers(pack: Deployment) -> None:
+    """Return if the deployment of a safety pack asks for nothing that workers have. Raises InvalidInput."""
+    named = {
+        "replicas": pack.replicas,
+        "scaling": pack.scaling,
+        "node_selector": pack.node_selector,
+        "tensor_parallel": pack.devices > 1,
+        "output_form": pack.output_form,
+        "tenant": pack.tenant,
+    }
+    for field, value in named.items():
+        if value:
+            raise InvalidInput(
+                f"{pack.model} is a safety pack: gateways apply it, so its deployment has no {field}; "
+                "leave it out, and set replicas to 0",
+                field=f"deployment.{field}",
+            )
 
 
 def check_scaling(deployment: Deployment, scaling: Scaling, workers: Sequence[Worker]) -> None:

@@ -107,7 +107,8 @@ def deployment_view(
     """Join a deployment with its replicas, and with the planner's reason for those it cannot place."""
     name = stored.record.meta.name
     replicas = replicas_of(snapshot.fleet, name)
-    parts = [] if name not in unplaced else [unplaced_message(unplaced[name])]
+    parts = ["gateways apply it"] if stored.record.of_pack else []
+    parts += [] if name not in unplaced else [unplaced_message(unplaced[name])]
     for replica in replicas:
         loaded = replica.loaded
         if loaded is not None and loaded.message and loaded.state in _EXPLAINED:

@@ -17,6 +17,7 @@ import structlog
 from services.controlplane.fleet import FleetRecord, fleet_of
 from services.controlplane.objectives.policy.gates import (
     DEFAULT_BOUNDS,
+    PACK_BOUNDS,
     GateMetric,
     GatePlan,
     GateReport,
@@ -148,6 +149,7 @@ class RolloutController:
                 fleet.workers,
                 _shortages(held.record, unplaced),
                 self.alarms(held.record),
+                of_pack=context.deployment.of_pack,
             )
             facts = replace(
                 facts, measured=self._is_measured(held.record), unmeasured=self._unmeasured(held.record)
@@ -241,7 +243,9 @@ def judged(
     found = {}
     for arm in rollout.arms:
         candidate = windows.get(arm.version_digest, ArmWindow())
-        if rollout.shadow is None and rollout.phase is RolloutPhase.RUNNING:
+        if not route.stable.replicas:  # of safety packs, which load no worker
+            load = 1.0
+        elif rollout.shadow is None and rollout.phase is RolloutPhase.RUNNING:
             load = load_ratio(route, arm.name)
         else:
             load = measured_ratio(route, arm.name, baseline.requests, candidate.requests * lasted_ratio)
@@ -275,7 +279,7 @@ def gate_plan(rollout: Rollout, load: float) -> GatePlan:
     """
     metrics = rollout.gate.metrics or tuple(DEFAULT_BOUNDS)
     shadow = rollout.strategy is RolloutStrategy.SHADOW
-    bounds = {**DEFAULT_BOUNDS, **_OF_COPIES} if shadow else DEFAULT_BOUNDS
+    bounds = {**PACK_BOUNDS, **DEFAULT_BOUNDS, **(_OF_COPIES if shadow else {})}
     of_arms = shadow or rollout.strategy is RolloutStrategy.AB
     gates = len(rollout.arms) if of_arms else sum(step.weight_bp < WHOLE_BP for step in rollout.steps)
     step = rollout.steps[rollout.step] if rollout.step < len(rollout.steps) else None

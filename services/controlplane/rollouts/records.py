@@ -10,7 +10,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
-from services.controlplane.objectives.policy.gates import GateMetric, GateReport, MetricEvidence
+from services.controlplane.objectives.policy.gates import (
+    PACK_BOUNDS,
+    GateMetric,
+    GateReport,
+    MetricEvidence,
+)
 from services.core.errors import InvalidInput
 from services.core.records import Meta
 from services.core.rollouts.routes import WHOLE_BP, Shadow, SplitRules
@@ -179,8 +184,10 @@ class Rollout:
         return replace(self, history=history, message=event.message)
 
 
-def with_defaults(rollout: Rollout) -> Rollout:
-    """Return it with the steps of its strategy, and the last one at all traffic."""
+def with_defaults(rollout: Rollout, *, of_pack: bool = False) -> Rollout:
+    """Return it with the steps of its strategy, the last one at all traffic, and a safety pack's metrics."""
+    if of_pack and not rollout.gate.metrics:
+        rollout = replace(rollout, gate=replace(rollout.gate, metrics=tuple(PACK_BOUNDS)))
     if rollout.strategy is RolloutStrategy.CANARY:
         return replace(rollout, steps=rollout.steps or DEFAULT_STEPS)
     return rollout

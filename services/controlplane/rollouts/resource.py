@@ -221,7 +221,7 @@ class Rollouts:
         now_unix_s = self._clock.unix_s()
         return (
             replace(
-                with_defaults(rollout),
+                with_defaults(rollout, of_pack=deployment.of_pack),
                 arms=tuple(arms),
                 salt=f"{rollout.meta.name}/{now_unix_s:.6f}",
                 stable_version=deployment.version,
@@ -268,7 +268,8 @@ def _instead(after: Rollout, _before: Rollout) -> Rollout:
 
 
 def _facts(rollout: Rollout, deployment: Deployment, snapshot: FleetSnapshot) -> RolloutFacts:
-    return facts_of(rollout, deployment.replicas, snapshot.fleet.workers, {}, {})
+    workers = snapshot.fleet.workers
+    return facts_of(rollout, deployment.replicas, workers, {}, {}, of_pack=deployment.of_pack)
 
 
 def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
@@ -292,6 +293,8 @@ def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
         raise FailedPrecondition(
             f"another rollout of {name} is open: finish or revert it first", name=name, deployment=name
         )
+    if deployment.of_pack:
+        return
     if not deployment.replicas:
         raise FailedPrecondition(f"the deployment {name} has 0 replicas", name=name)
     ready: Mapping[str, int] = replicas_in(VersionState.READY, snapshot.fleet.workers).get(name, {})
@@ -312,6 +315,8 @@ def _fitted(
     What does not fit in either way is returned as it was, with the reason as its message. Raises
     FailedPrecondition where an operator wants it worker by worker and it cannot go so.
     """
+    if deployment.of_pack and not rollout.by_worker:
+        return rollout, ()
     fits = () if rollout.by_worker else fit_of(rollout, deployment, fleet, sizes)
     if not rollout.by_worker and not _short(fits):
         return rollout, fits

@@ -16,6 +16,7 @@ from services.core.aliases import SizeChoice
 from services.core.errors import FairwayError, IntegrityError
 from services.core.generation import FinishReason, GenerationSpec, StageClock, TokenLogprobs, Usage
 from services.core.outputs.forms import OutputForm
+from services.core.safety import SafetyPins
 from services.gateway.events import ChoiceResult, Finished
 from services.gateway.policy.degrade import Degradation, DegradationKind
 
@@ -57,6 +58,7 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
         False  # promise of all replicas that are ready: neither company nor a move changes the output
     )
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
+    safety: SafetyPins | None = None  # safety packs that it obeys; None: none
 
 
 class Resumed(msgspec.Struct, array_like=True, tag="r", frozen=True):

@@ -145,7 +145,13 @@ class IdempotentService(GatewayService):
             form = accepted.form or accepted.constrained_form
             degraded = degraded_out(accepted.degraded)
             resume = Resume(
-                version, earlier.produced, degraded, form, replaceable=not begun, size=accepted.size
+                version,
+                earlier.produced,
+                degraded,
+                form,
+                replaceable=not begun,
+                size=accepted.size,
+                safety=accepted.safety,
             )
         longest_s = min(self.limits.max_timeout_s, self.max_timeout_s(principal, generation))
         terms = RunTerms(received, longest_s, resume=resume, settlement=ownership)

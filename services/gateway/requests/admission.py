@@ -16,11 +16,12 @@ from typing import Final
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FairwayError, Unavailable
-from services.core.generation import GenerationSpec, Principal
+from services.core.errors import FailedPrecondition, FairwayError, Unavailable
+from services.core.generation import NO_USAGE, GenerationSpec, Principal
 from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
+from services.core.safety import SafetyPins
 from services.gateway.catalog import ModelCatalog
 from services.gateway.idempotency.record_codec import terms_of
 from services.gateway.policy.claims import (
@@ -37,11 +38,12 @@ from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.safety.inputs import filtered_generation
+from services.gateway.safety.packs import SafetyTerms
 from services.gateway.safety.requests import Asker, RequestSafety
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF, seconds_of
-from services.runtime.identity import KeyDirectory
+from services.runtime.identity import KeyDirectory, model_not_found
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
@@ -77,16 +79,17 @@ class RequestAdmission:
             telemetry.addressed(principal.tenant_id, generation.model, class_of(generation))
         checked, form = self._checked(principal, generation, resume)
         route = checked.route
-        telemetry.routed(principal.tenant_id, route, checked.priority, session_key_of(principal, generation))
+        session_key = session_key_of(principal, generation)
+        telemetry.routed(principal.tenant_id, route, checked.priority, session_key)
         payer = self._quotas.payer(principal, generation.user)
         self._quotas.require_recorded(payer)
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
+        asker = self._asker(principal, request, payer, checked.priority, session_key)
+        safety = self._judged(await self._obeyed(payer, route.version_digest, session_key, resume), asker)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
-        asker = self._asker(principal, generation, request, payer, checked)
-        safety = await self._open(asker, route.version_digest)
         short = (
             None
             if resume is not None or safety is not None
@@ -100,7 +103,7 @@ class RequestAdmission:
             if short is not None:
                 spec = short
             else:
-                found = await self._resolved(principal, generation, request, asker, safety, checked, form)
+                found = await self._resolved(principal, generation, request, safety, asker, checked, form)
                 spec, degradations, generation, safety = found
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
@@ -113,7 +116,7 @@ class RequestAdmission:
                 await terms.settlement.accept(terms_of(spec, degradations, self._ports.clock.unix_s()))
         except BaseException as error:
             if safety is not None:
-                safety.settle()
+                safety.end(NO_USAGE)
             await quota.undo(error)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
@@ -126,28 +129,43 @@ class RequestAdmission:
         egress = ports.egress(principal.tenant_id, terms.received)
         return replace(admitted, price=price, reroute=reroute, egress=egress, safety=safety)
 
+    async def _obeyed(
+        self, payer: Payer, version_digest: str, session_key: str, resume: Resume | None
+    ) -> SafetyTerms | None:
+        """Return what a request obeys on a version: of a resumed one what it obeyed before.
+
+        Raises Unavailable while it cannot be read: no request runs without what judges it.
+        """
+        packs = self._ports.packs
+        if packs is None:
+            return None
+        model = self._catalog.model_of(version_digest)
+        if resume is not None and resume.safety is not None:
+            return await packs.pinned(model, version_digest, resume.safety)
+        return await packs.terms(model, version_digest, payer.tenant, session_key)
+
+    async def _obeyed_on(self, version_digest: str, safety: RequestSafety | None) -> SafetyTerms | None:
+        """Return what a request obeys on another version: that has another pack of its own."""
+        packs, pins = self._ports.packs, SafetyPins() if safety is None else safety.terms.pins
+        if packs is None:
+            return None
+        return await packs.pinned(self._catalog.model_of(version_digest), version_digest, pins)
+
     def _asker(
-        self,
-        principal: Principal,
-        generation: inference_pb2.Generation,
-        request: Request,
-        payer: Payer,
-        checked: Checked,
+        self, principal: Principal, request: Request, payer: Payer, priority: Priority, session_key: str
     ) -> Asker:
         terms = request.terms
+        deadline_s = terms.received.monotonic_s + terms.timeout_s
         return Asker(
-            request.request_id,
-            principal,
-            payer,
-            checked.priority,
-            session_key_of(principal, generation),
-            terms.received.monotonic_s + terms.timeout_s,
-            request.timer.traceparent,
+            request.request_id, principal, payer, priority, session_key, deadline_s, request.timer.traceparent
         )
 
-    async def _open(self, asker: Asker, version_digest: str) -> RequestSafety | None:
-        """Return what judges the texts of a request on a version."""
-        return None if self._ports.safety is None else await self._ports.safety.open(asker, version_digest)
+    def _judged(self, terms: SafetyTerms | None, asker: Asker) -> RequestSafety | None:
+        """Return what judges a request by the packs that it obeys."""
+        if terms is None:
+            return None
+        assert self._ports.safety is not None, "packs without what judges by them"
+        return self._ports.safety.open(terms, asker)
 
     async def _filtered(
         self,
@@ -169,30 +187,33 @@ class RequestAdmission:
         principal: Principal,
         generation: inference_pb2.Generation,
         request: Request,
-        asker: Asker,
         safety: RequestSafety | None,
+        asker: Asker,
         checked: Checked,
         form: OutputForm | None,
     ) -> tuple[GenerationSpec, tuple[Degradation, ...], inference_pb2.Generation, RequestSafety | None]:
-        """Return what is served, how it differs from the request, what is read of it, and its rules.
+        """Return what is served, how it differs from the request, what is read of it, and what judges it.
 
-        The rules are those of the version that serves it, which the length of its prompt and the pressure
-        decide too: for another version than that of the route its input is filtered again.
+        The length of the prompt and the pressure decide on the version too: for another than that of the
+        route, the input is filtered again.
         """
         resume, payer, digest = request.terms.resume, asker.payer, checked.route.version_digest
         bounds = payer.bounds if resume is None else NO_BOUNDS
-        before: str | None = None
+        before: SafetyPins | None = None
+        degradations: tuple[Degradation, ...] = () if resume is None else resume.degradations
         for _ in range(_MOST_VERSIONS):
-            anew = resume is None and (safety is None or safety.terms.digests != before)
+            pins = None if safety is None else safety.terms.pins
+            anew = resume is None and pins != before
             read = await self._filtered(principal, generation, digest, safety, anew=anew)
             spec = await self._validator.resolve(principal, read, request.request_id, checked, bounds, form)
-            if resume is not None:  # a resumed request keeps its terms, regardless of the present pressure
-                return replace(spec, size=resume.size), resume.degradations, read, safety
-            spec, degradations = await self._degraded(principal, read, spec, payer.tenant, bounds)
-            if self._ports.safety is None or spec.version_digest == digest:
-                return spec, degradations, read, safety
-            before, digest = None if safety is None else safety.terms.digests, spec.version_digest
-            safety = await self._open(asker, digest)
+            if resume is None:
+                spec, degradations = await self._degraded(principal, read, spec, payer.tenant, bounds)
+            else:  # a resumed request keeps its terms, regardless of the present pressure
+                spec = replace(spec, size=resume.size)
+            if self._ports.packs is None or spec.version_digest == digest:
+                return replace(spec, safety=pins), degradations, read, safety
+            before, digest = pins, spec.version_digest
+            safety = self._judged(await self._obeyed_on(digest, safety), asker)
         raise Unavailable("the request found another version on every try; send it again", retry_after_s=1.0)
 
     def _checked(
@@ -250,10 +271,10 @@ class RequestAdmission:
         asked.CopyFrom(generation)
         asked.model = before.model
         checked = self._validator.check(principal, asked)
-        digest, had = checked.route.version_digest, admitted.safety
-        safety = await self._open(asker, digest)
-        anew = safety is not None and (had is None or had.terms.digests != safety.terms.digests)
-        asked = await self._filtered(principal, asked, digest, safety, anew=anew)
+        digest, safety = checked.route.version_digest, admitted.safety
+        if digest != before.version_digest:
+            safety = self._judged(await self._obeyed_on(digest, safety), asker)
+            asked = await self._filtered(principal, asked, digest, safety, anew=True)
         spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
         self._check_quarantine(spec)
         most = min(spec.limits.max_tokens, before.limits.max_tokens)
@@ -262,6 +283,7 @@ class RequestAdmission:
             sampling=replace(spec.sampling, seed=before.sampling.seed),
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
             size=before.size,
+            safety=None if safety is None else safety.terms.pins,
         )
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
@@ -277,6 +299,16 @@ class RequestAdmission:
     def max_timeout_s(self, principal: Principal, user: str) -> float:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return self._quotas.payer(principal, user).bounds.timeout_s.value or math.inf
+
+    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
+        """Return a safety pack by its deployment; of no name, the tenant's. See ``GatewayService.pack``."""
+        tenant, packs = self._identity.still_valid(principal), self._ports.packs
+        wanted = name or tenant.safety_pack
+        if not wanted or packs is None:
+            raise FailedPrecondition("this tenant has no safety pack: name one", field="pack")
+        if name and name != tenant.safety_pack and not self._identity.may_use(principal, name):
+            raise model_not_found(name)
+        return await packs.named(wanted, tenant.meta.name, session_key or principal.key_id)
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""

@@ -279,6 +279,7 @@ class ChoiceRun(SequenceAttempts):
             isolation_waits=tenant.isolation_waits,
             kv_share=tenant.kv_share,
             size_reason="" if spec.size is None else spec.size.text,
+            safety="" if spec.safety is None else spec.safety.text,
         )
 
     def _most_queued_s(self) -> float:

@@ -51,13 +51,6 @@ class Sequences:
 
     async def run(self) -> None:
         """Run the choices; the first failure ends the others and is raised itself."""
-        try:
-            await self._compute()
-        finally:
-            if self._admitted.safety is not None:
-                self._admitted.safety.settle()
-
-    async def _compute(self) -> None:
         admitted, spec = self._admitted, self._admitted.spec
         admitted.telemetry.accepted(admitted.tenant.meta.name, spec)
         scores = SharedScores(spec.scored_tokens, min(len(admitted.produced(0).ids), spec.scored_tokens))
@@ -98,6 +91,8 @@ class Sequences:
         self._admitted = replace(await self._admitted.reroute(self._admitted), accepted=None)
 
     def report(self) -> RequestUsage:
+        if self._admitted.safety is not None:
+            self._admitted.safety.end(self.usage)
         return self._admitted.usage_report(self.usage)
 
     async def finished(self, usage: Usage) -> Finished:
@@ -128,6 +123,7 @@ class Sequences:
             base_digest=spec.base_digest,
             exact=spec.exact,
             size=spec.size,
+            safety=spec.safety,
         )
 
 
@@ -139,8 +135,6 @@ class StoredAnswer(Sequences):
         self._cache = cache
         self._found: CachedAnswer | None = None
         self._collected: CollectedAnswer | None = None
-        # What passed under other rules is another answer.
-        self._packs = "" if admitted.safety is None else admitted.safety.terms.digests
 
     @property
     def usage(self) -> Usage:
@@ -150,13 +144,11 @@ class StoredAnswer(Sequences):
         prompt_tokens = len(self._admitted.spec.prompt.ids)
         return Usage(prompt_tokens, self._found.finished.usage.output_tokens, cached_tokens=prompt_tokens)
 
-    async def _compute(self) -> None:
+    async def run(self) -> None:
         admitted = self._admitted
         if self._collected is None:
             admitted.telemetry.accepted(admitted.tenant.meta.name, admitted.spec)
-            found = self._found = await self._cache.find(
-                admitted.reservation.tenant_id, admitted.spec, self._packs
-            )
+            found = self._found = await self._cache.find(admitted.reservation.tenant_id, admitted.spec)
             if found is not None:
                 self._sink.on_accepted(self._accepted(cached=True))
                 if admitted.egress is not None:
@@ -165,12 +157,12 @@ class StoredAnswer(Sequences):
                 self._results = found.finished.choices
                 return
             self._sink = self._collected = CollectedAnswer(self._sink)
-        await super()._compute()
+        await super().run()
 
     async def finished(self, usage: Usage) -> Finished:
         finished, admitted = await super().finished(usage), self._admitted
         answer = self._collected.answer(finished) if self._collected is not None else None
         if answer is not None:
-            keeping = self._cache.put(admitted.reservation.tenant_id, admitted.spec, self._packs, answer)
+            keeping = self._cache.put(admitted.reservation.tenant_id, admitted.spec, answer)
             admitted.ports.supervisor.spawn(f"keep {self._request.request_id}", keeping)
         return finished

@@ -12,7 +12,7 @@ from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Tenant
-from services.core.safety import REDACTED_ID
+from services.core.safety import REDACTED_ID, SafetyPins
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
@@ -55,6 +55,7 @@ class Resume:
     # Whether the deployment's present version runs it: nothing of it was produced.
     replaceable: bool = False
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
+    safety: SafetyPins | None = None  # safety packs that it obeyed; None: none
 
 
 # The slot of an admitted request, and its usage.
@@ -113,7 +114,7 @@ class Admitted:
     egress: StreamEgress | None = None
     # Called once, when its first run on a worker is accepted.
     accepted: Callable[[], None] | None = None
-    # What its texts are judged by; None: nothing judges them.
+    # What judges its texts by the packs that ``spec.safety`` names; None: nothing.
     safety: RequestSafety | None = None
 
     def usage_report(self, usage: Usage) -> RequestUsage:

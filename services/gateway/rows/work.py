@@ -182,10 +182,10 @@ class Rows:
                 await quota.claim(claims, price)
             await self._record()
         except BaseException as error:
-            self._settle_safety()
+            self._end_safety()
             await quota.undo(error)
             raise
-        self._settle_safety()
+        self._end_safety(self._ready.rows.total_tokens)
         self.reservation = quota.reservation
         return self
 
@@ -207,31 +207,37 @@ class Rows:
         self._checked = self._parts.validator.check_rows(self._job.principal, self._job.message)
         await self._open_safety()
         await self._prepare()
-        self._settle_safety()
+        self._end_safety(self._ready.rows.total_tokens)
         await self._record()
 
     async def _open_safety(self) -> None:
         """Read the rules of the request for the version of its route."""
-        desk, job, request = self._ports.safety, self._job, self._request
-        if desk is None:
+        desk, packs, job, request = self._ports.safety, self._ports.packs, self._job, self._request
+        if packs is None:
             return
+        digest, session_key = self._checked.route.version_digest, session_key_of(job.principal, job.message)
+        model = self._parts.catalog.model_of(digest)
+        terms = await packs.terms(model, digest, self._payer.tenant, session_key)
+        had, self._safety = self._safety, None
+        if terms is None:
+            return
+        assert desk is not None, "packs without what judges by them"
         asker = Asker(
             request.request_id,
             job.principal,
             self._payer,
             self._checked.priority,
-            session_key_of(job.principal, job.message),
+            session_key,
             request.terms.received.monotonic_s + request.terms.timeout_s,
             request.timer.traceparent,
         )
-        before, self._safety = self._safety, await desk.open(asker, self._checked.route.version_digest)
-        self._filters_anew = self._safety is not None and (
-            before is None or before.terms.digests != self._safety.terms.digests
-        )
+        self._safety = desk.open(terms, asker)
+        self._filters_anew = had is None or had.terms.pins != terms.pins
 
-    def _settle_safety(self) -> None:
+    def _end_safety(self, tokens: int = 0) -> None:
+        """Count the request for its pack, and charge its verdicts: rows have no output that is judged."""
         if self._safety is not None:
-            self._safety.settle()
+            self._safety.end(Usage(tokens, 0))
 
     def report(self) -> RequestUsage:
         route, unix_s = self._ready.route, self._ports.clock.unix_s()

@@ -9,9 +9,12 @@ from typing import Final
 
 import structlog
 
+from services.core.arms import ArmKey, SliKey, session_hash
 from services.core.audit import Actor, AuditEntry
 from services.core.generation import Principal
-from services.core.safety import Intervention, SafetyTerms
+from services.core.records import Priority
+from services.core.safety import Intervention
+from services.gateway.slis import ScreenEnd, SliRecorder, SliSubject
 from services.runtime.audit import AuditRecorder
 from services.runtime.telemetry.metrics import GAP_S, Metrics
 
@@ -27,8 +30,9 @@ _OUTCOMES: Final = {
 
 
 class SafetyRecord:
-    def __init__(self, metrics: Metrics, audit: AuditRecorder | None = None) -> None:
+    def __init__(self, metrics: Metrics, slis: SliRecorder, audit: AuditRecorder | None = None) -> None:
         self._metrics = metrics
+        self._slis = slis
         self._audit = audit
         self._found = metrics.counter(
             "fairway_gateway_safety_interventions_total",
@@ -52,8 +56,15 @@ class SafetyRecord:
     def no_verdict(self, model: str, reason: str) -> None:
         self._missed.add(self._metrics.models.of(model), reason)
 
-    def add(self, caller: Principal, request_id: str, terms: SafetyTerms, found: Intervention) -> None:
-        """Record a find of a request."""
+    def count(
+        self, arm: ArmKey, tenant: str, priority: Priority, session_key: str, step: str, found: ScreenEnd
+    ) -> None:
+        """Count a request that ended for a version of a pack, which ``step`` of its rollout drew."""
+        key = SliKey(arm, tenant, priority, self._slis.zone)
+        self._slis.screened(SliSubject(key, session_hash(tenant, session_key), step), found)
+
+    def add(self, caller: Principal, request_id: str, pack_digest: str, found: Intervention) -> None:
+        """Record a find of a pack in a request."""
         metrics = self._metrics
         category = metrics.categories.of(found.category)
         self._found.add(metrics.tenants.of(caller.tenant_id), category, found.scope, found.action)
@@ -67,12 +78,12 @@ class SafetyRecord:
             choice=found.choice,
             position=found.position,
             text_sha256=found.text_digest,
-            packs=terms.digests,
+            pack_digest=pack_digest,
         )
         if self._audit is not None:
             actor = Actor(caller.key_id, caller.role, caller.tenant_id, caller.subject)
             place = f"{found.scope}/{found.choice}/{found.position}"
-            pack = (terms.pack_digest or terms.default_digest).removeprefix("sha256:")
+            pack = pack_digest.removeprefix("sha256:")
             resource = f"{found.category}/{pack}/{place}/{found.text_digest}"
             entry = AuditEntry(
                 AUDITED, actor, resource, outcome=_OUTCOMES[found.action], request_id=request_id

@@ -57,20 +57,26 @@ class OutputScreen:
     ) -> None:
         """``earlier``: what the sink has of each choice. ``client_window``: see ``GatewayService.submit``."""
         self._choices = tuple(
-            ChoiceScreen(
-                safety,
-                choice,
-                spec,
-                sink,
-                earlier[choice] if choice < len(earlier) else Produced(),
-                client_window,
-            )
+            ChoiceScreen(safety, choice, spec, sink, _of(earlier, choice), client_window)
             for choice in range(spec.choices)
+        )
+        shadow = safety.shadow
+        self._shadows = (
+            ()
+            if shadow is None
+            else tuple(
+                ChoiceScreen(shadow, choice, spec, NoOutput(), _of(earlier, choice), None)
+                for choice in range(spec.choices)
+            )
         )
 
     async def run(self, run: ScreenedRun) -> ChoiceResult:
         """Return once the choice ended and all of it that passes was sent. Raises what ends its run."""
-        return await self._choices[run.choice].run(run)
+        try:
+            return await self._choices[run.choice].run(run)
+        finally:
+            for shadow in self._shadows[run.choice : run.choice + 1]:
+                shadow.leave()
 
     def held(self, choice: int) -> int:
         """Return the tokens of a choice for which the worker needs credit beyond the reader's windows."""
@@ -82,12 +88,28 @@ class OutputScreen:
 
     def on_scores(self, choice: int, offset: int, scores: Sequence[float]) -> None:
         """The probe's scores of tokens from ``offset`` on, before these arrive."""
-        self._choices[choice].on_scores(offset, scores)
+        for screens in (self._choices, self._shadows):
+            if screens:
+                screens[choice].on_scores(offset, scores)
 
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         self._choices[choice].on_tokens(offset, ids, text, logprobs)
+        if self._shadows:
+            self._shadows[choice].on_tokens(offset, ids, text, logprobs)
+
+
+class NoOutput:
+    """The sink of a screen that only flags."""
+
+    def on_tokens(
+        self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
+    ) -> None: ...
+
+
+def _of(earlier: Sequence[Produced], choice: int) -> Produced:
+    return earlier[choice] if choice < len(earlier) else Produced()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +179,7 @@ class ChoiceScreen:
         earlier: Produced,
         client_window: int | None,
     ) -> None:
-        pack = safety.terms.pack
+        pack = safety.pack
         self._safety = safety
         self._choice = choice
         self._sink = sink
@@ -228,6 +250,17 @@ class ChoiceScreen:
             self._close()
         return replace(result, finish_reason=FinishReason.FILTERED, stop="") if self._cut else result
 
+    def leave(self) -> None:
+        """End what only flags: its last verdicts may come after the request's end."""
+        self._end()
+        self._safety.spawn(f"judge {self._safety.request_id}", self._finish())
+
+    async def _finish(self) -> None:
+        try:
+            await self._done.wait()
+        finally:
+            self._close()
+
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
@@ -250,7 +283,7 @@ class ChoiceScreen:
         self._advance()
 
     def on_scores(self, offset: int, scores: Sequence[float]) -> None:
-        rule = self._safety.terms.pack.probe
+        rule = self._safety.pack.probe
         if rule is None or self._ended:
             return
         above = (at for at, score in enumerate(scores, offset) if not score < rule.threshold)
@@ -300,7 +333,7 @@ class ChoiceScreen:
         return self._text[max(0, match.start - self._text_from) : match.end - self._text_from]
 
     def _ends(self, category: str) -> bool:
-        return self._safety.terms.action_of(category) in ("block", "stop")
+        return self._safety.action_of(category) in ("block", "stop")
 
     def _ask(self, layer: _Layer) -> None:
         """Have a model judge the text since its last verdict, if that is due."""
@@ -317,7 +350,7 @@ class ChoiceScreen:
 
     async def _judge(self, layer: _Layer, text: str, upto: Place) -> None:
         try:
-            found: Sequence[str] = await self._safety.judge(layer.rule, text)
+            found: Sequence[str] = await self._safety.judge(layer.rule, text, "output")
         except Exception:  # what is not judged is not sent, whatever is wrong here
             log.exception("safety.verdict_crashed", model=layer.rule.model)
             found = (UNAVAILABLE,)
@@ -334,8 +367,8 @@ class ChoiceScreen:
 
     def _unprobed(self) -> None:
         """Act as the pack states on tokens that came without a score."""
-        if self._safety.terms.pack.fail == "open":
-            self._safety.note_passed(self._choice, self._scans[0].chars)
+        if self._safety.pack.fail == "open":
+            self._safety.note_passed("output")
             self._probed = _ALL.tokens
         else:
             self._unsafe(UNAVAILABLE, Place(self._probed, _ALL.chars), "")
@@ -411,7 +444,7 @@ class ChoiceScreen:
 
     def _redactions(self) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the text that are redacted, none of which touches another."""
-        action_of = self._safety.terms.action_of
+        action_of = self._safety.action_of
         found = sorted(
             (match.start, match.end)
             for scan in self._scans

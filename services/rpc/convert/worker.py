@@ -123,6 +123,7 @@ _GENERATION: Final = Mirror(
         "session_key",
         "step",
         "weights_digest",
+        "safety",
         "size",
         "base_digest",
         "exact",

@@ -238,6 +238,7 @@ class DecisionLog:
             prompt_tokens=spec.prompt_tokens,
             excluded_workers=spec.excluded_workers,
             size_reason=spec.size_reason,
+            safety=spec.safety,
         )
         record = _Record(spec.request_id, decision, queued_s)
         self._append(record)

@@ -37,6 +37,8 @@ class GateMetric(StrEnum):
     ITL_P95 = "itl_p95"
     OUTPUT_LENGTH = "output_length"  # mean; longer and shorter are regressions
     COST = "cost"  # device seconds per 1,000 tokens, as shares of engine steps or of whole ones
+    # Share of the requests that a safety pack blocks, stops or redacts.
+    INTERVENTION_RATE = "intervention_rate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,16 @@ DEFAULT_BOUNDS: Final[Mapping[GateMetric, MetricBounds]] = {
     GateMetric.ITL_P95: MetricBounds(1.1, 1.3),
     GateMetric.OUTPUT_LENGTH: MetricBounds(1.15, 1.5),
     GateMetric.COST: MetricBounds(1.15, 1.5),
+}
+
+
+# A safety pack is compared by what it does, by the time that it holds the first token, and by its verdicts'
+# cost; it has no output of its own.
+PACK_BOUNDS: Final[Mapping[GateMetric, MetricBounds]] = {
+    GateMetric.ERROR_RATIO: DEFAULT_BOUNDS[GateMetric.ERROR_RATIO],
+    GateMetric.INTERVENTION_RATE: MetricBounds(0.01, 0.03),
+    GateMetric.TTFT_P95: DEFAULT_BOUNDS[GateMetric.TTFT_P95],
+    GateMetric.COST: DEFAULT_BOUNDS[GateMetric.COST],
 }
 
 
@@ -178,6 +190,8 @@ def _compared(plan: GatePlan, metric: GateMetric, baseline: ArmWindow, candidate
     match metric:
         case GateMetric.ERROR_RATIO:
             return comparisons.of_shares(arms, lambda one: (one.errors, one.requests), margin, limit)
+        case GateMetric.INTERVENTION_RATE:
+            return comparisons.of_shares(arms, lambda one: (one.interventions, one.requests), margin, limit)
         case GateMetric.BROKEN_RATIO:
             return comparisons.of_shares(arms, lambda one: (one.broken, one.started), margin, limit)
         case GateMetric.TTFT_P95:

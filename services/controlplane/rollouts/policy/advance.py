@@ -82,10 +82,15 @@ def facts_of(
     workers: Sequence[Worker],
     unplaced: Mapping[str, str],
     alarms: Mapping[str, str],
+    *,
+    of_pack: bool = False,
 ) -> RolloutFacts:
-    """Return the facts of the stable version and of each candidate. ``alarms`` are by name."""
+    """Return the facts of the stable version and of each candidate. ``alarms`` are by name.
+
+    ``of_pack``: the versions are safety packs, which need no worker to be READY.
+    """
     names = {rollout.stable_digest: STABLE, **{arm.version_digest: arm.name for arm in rollout.arms}}
-    found: dict[str, ArmFacts] = {}
+    found = dict.fromkeys(names.values(), ArmFacts(ready=1)) if of_pack else dict[str, ArmFacts]()
     for worker in workers:
         for version in worker.versions:
             name = names.get(version.version_digest)

@@ -8,11 +8,13 @@ from typing import Final
 from fairway.mirror import Mirror, Pair, enum_pair, numbers_of
 from fairway.v1 import inference_pb2
 from services.core.aliases import PassedSize, SizeChoice
+from services.core.safety import SafetyPins
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Heartbeat, Tokens
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.streaming import Completion
 from services.gateway.rows.service import Embeddings, Inferred, Scores
 from services.gateway.rows.work import RowsAnswer
+from services.gateway.safety.moderation import Moderated, ModeratedCategory, Moderation
 from services.gateway.service import ServedModel
 from services.rpc.convert.inference import (
     FINISH_REASONS,
@@ -44,10 +46,15 @@ _SIZE: Final = Mirror(
     inference_pb2.SizeChoice,
     {"passed": Mirror(PassedSize, inference_pb2.PassedSize).each("passed")},
 )
+_SAFETY: Final = Mirror(SafetyPins, inference_pb2.SafetyDigests, apart=("model", "step", "shadow_digest"))
 accepted_message: Final = Mirror(
     Accepted,
     inference_pb2.Accepted,
-    {"degradations": _DEGRADATION.each("degradations"), "size": _SIZE.one("size", unset=True)},
+    {
+        "degradations": _DEGRADATION.each("degradations"),
+        "size": _SIZE.one("size", unset=True),
+        "safety": _SAFETY.one("safety", unset=True),
+    },
     apart=("received_unix_us", "request_rate", "token_rate", "form"),
 ).to_proto
 finished_message: Final = Mirror(
@@ -59,6 +66,17 @@ finished_message: Final = Mirror(
         "clock": Pair("clock", stage_clock),
     },
     apart=("answer",),
+).to_proto
+moderate_response: Final = Mirror(
+    Moderated,
+    inference_pb2.ModerateResponse,
+    {
+        "results": Mirror(
+            Moderation,
+            inference_pb2.Moderation,
+            {"categories": Mirror(ModeratedCategory, inference_pb2.ModeratedCategory).each("categories")},
+        ).each("results")
+    },
 ).to_proto
 served_model: Final = Mirror(ServedModel, inference_pb2.ServedModel).to_proto
 # The fields that every answer has.

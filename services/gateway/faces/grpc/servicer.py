@@ -17,12 +17,14 @@ from services.gateway.faces.grpc.messages import (
     embed_response,
     generate_response,
     infer_response,
+    moderate_response,
     rerank_response,
     score_response,
     served_model,
 )
 from services.gateway.faces.grpc.session import MuxedSession
 from services.gateway.rows.service import RowsService
+from services.gateway.safety.moderation import Moderations
 from services.gateway.service import GatewayService
 from services.rpc.bounded_writes import BoundedWrites
 from services.rpc.interceptors.arrival import many_requests
@@ -51,6 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._heartbeat_s = heartbeat_s
         self._write_timeout_s = write_timeout_s
         self._answers = LoopTurns(1)
+        self._moderations = Moderations(service, rows)
 
     async def Generate(  # type: ignore[override]  # the stubs support generators only
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -102,6 +105,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.CountTokensResponse(
             model=route.model, version_digest=route.version_digest, prompt_tokens=tokens
         )
+
+    async def Moderate(
+        self, request: inference_pb2.ModerateRequest, context: Context
+    ) -> inference_pb2.ModerateResponse:
+        found = await self._moderations.moderate(
+            principal(), request, received=self._received(), timeout_s=context.time_remaining()
+        )
+        return moderate_response(found)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

@@ -65,6 +65,7 @@ from services.gateway.faces.openai.exchange import (
     read_body,
     unless_disconnected,
 )
+from services.gateway.faces.openai.moderations import ModerationsFace
 from services.gateway.faces.openai.requests import ApiRequest, chat_request, completion_request
 from services.gateway.faces.openai.rows import RowsFace
 from services.gateway.faces.openai.server import SpelledPath, cross_origin, model_of
@@ -84,6 +85,7 @@ from services.gateway.faces.transport.event_stream import (
     version_headers,
 )
 from services.gateway.rows.service import RowsService
+from services.gateway.safety.moderation import ModerationCalls, Moderations
 from services.gateway.service import ServedModel
 from services.ports.clock import Clock
 from services.runtime.audit import AuditRecorder
@@ -99,7 +101,7 @@ _MAX_NAMED_PATH: Final = 128
 T = TypeVar("T")
 
 
-class Generations(TokenCalls, Completions, MessagesCalls, ResponsesCalls, Protocol):
+class Generations(TokenCalls, Completions, MessagesCalls, ResponsesCalls, ModerationCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
 
     async def list_models(self, principal: Principal) -> Sequence[ServedModel]:
@@ -193,6 +195,7 @@ def endpoints_of(
     endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
+        *ModerationsFace(Moderations(service, rows), limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *ResponsesFace(service, responses, clock, limits, bodies, event_secret).endpoints(),
         *MessagesFace(service, clock, limits, bodies, event_secret).endpoints(),

@@ -65,7 +65,7 @@ def harness_of(
     harness, workers = Harness(), SteppedWorkers(texts)
     harness.use(replace(harness.ports, workers=workers))
     found = pack_of(**pack)
-    harness.safety = safety_of(found, desk_of(found, classifiers, supervisor=harness.supervisor))
+    harness.safety = safety_of(found, desk_of(classifiers, supervisor=harness.supervisor))
     return harness, workers
 
 
@@ -122,7 +122,7 @@ async def test_choices_are_screened_apart() -> None:
 
     harness = Harness(script(["a ", "bo", "mb"]), script(["a ", "boat"]), choices=2)
     found = pack_of(**phrases("block", "bomb"))
-    harness.safety = safety_of(found, desk_of(found, supervisor=harness.supervisor))
+    harness.safety = safety_of(found, desk_of(supervisor=harness.supervisor))
     end = await harness.run()
     assert isinstance(end, Finished)
     assert [one.finish_reason for one in end.choices] == [FinishReason.FILTERED, FinishReason.STOP]
@@ -142,7 +142,7 @@ async def test_a_find_ends_a_sequence_that_waits_for_another_worker() -> None:
 
     harness = Harness(lost)
     found = pack_of(**classifier(hold_s=5))
-    harness.safety = safety_of(found, desk_of(found, classifiers, supervisor=harness.supervisor))
+    harness.safety = safety_of(found, desk_of(classifiers, supervisor=harness.supervisor))
     task = harness.start()
     await until(lambda: len(harness.placement.asked) == 2)
     gate.set()
@@ -170,7 +170,7 @@ async def test_a_stream_that_moves_repeats_no_verdict() -> None:
 
     harness = Harness(part(0, ["a ", "b "], False), part(2, ["c ", "d "], True))
     found = pack_of(**classifier(window_tokens=2))
-    harness.safety = safety_of(found, desk_of(found, classifiers, supervisor=harness.supervisor))
+    harness.safety = safety_of(found, desk_of(classifiers, supervisor=harness.supervisor))
     end = await harness.run()
     assert isinstance(end, Finished)
     assert end.resumes == 1
@@ -200,7 +200,7 @@ async def test_an_error_sends_nothing_that_was_held() -> None:
 
     harness = Harness(failing)
     found = pack_of(window_tokens=8)
-    harness.safety = safety_of(found, desk_of(found, supervisor=harness.supervisor))
+    harness.safety = safety_of(found, desk_of(supervisor=harness.supervisor))
     assert isinstance(await harness.run(), errors.DeadlineExceeded)
     assert harness.sink.tokens == {}
 

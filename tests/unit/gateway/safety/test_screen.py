@@ -24,7 +24,6 @@ from services.core.generation import (
 from services.core.safety import REDACTED_ID
 from services.gateway.events import ChoiceResult
 from services.gateway.requests.terms import Produced
-from services.gateway.safety.record import SafetyRecord
 from services.gateway.safety.screen import OutputScreen
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.safety import (
@@ -100,14 +99,13 @@ async def screened(
     out: Out,
     *,
     classifiers: ScriptedClassifiers | None = None,
-    record: SafetyRecord | None = None,
+    metrics: Metrics | None = None,
     stop: tuple[str, ...] = (),
     earlier: Sequence[Produced] = (),
-    flag_only: bool = False,
+    shadow: dict[str, Any] | None = None,
 ) -> ChoiceResult:
-    found = pack_of(**pack)
-    desk = desk_of(found, classifiers, record=record)
-    safety = safety_of(found, desk, flag_only=flag_only)
+    desk = desk_of(classifiers, metrics=metrics)
+    safety = safety_of(pack_of(**pack), desk, None if shadow is None else pack_of(**shadow))
     run.screen = OutputScreen(safety, spec_of(stop), out, earlier, None)
     async with asyncio.timeout(5.0):
         return await run.screen.run(run)
@@ -198,8 +196,7 @@ def test_redacted_text_is_replaced_however_it_is_cut(pieces: list[str], window: 
 async def test_ids_and_logprobs_of_redacted_text_are_not_sent() -> None:
     pack, out = phrases("redact", "secret"), Out()
     logprobs = TokenLogprobs(-1.0, (5,), (-1.0,), ("secret",), "secret")
-    desk = desk_of(found := pack_of(**pack))
-    screen = OutputScreen(safety_of(found, desk), spec_of(), out, (), None)
+    screen = OutputScreen(safety_of(pack_of(**pack), desk_of()), spec_of(), out, (), None)
 
     class Logged(Run):
         async def run(self) -> ChoiceResult:
@@ -272,7 +269,7 @@ async def test_without_verdicts_the_policy_decides(fail: str, reason: FinishReas
         Run(list("abcdef")),
         out,
         classifiers=classifiers,
-        record=SafetyRecord(metrics),
+        metrics=metrics,
     )
     assert (result.finish_reason, out.text) == (reason, text)
     missed = counted(metrics, "fairway_gateway_safety_verdicts_missed_total", model="guard")
@@ -307,17 +304,30 @@ async def test_a_crash_of_a_verdict_lets_nothing_pass() -> None:
 async def test_finds_that_are_flagged_pass_and_count_once() -> None:
     metrics, out = Metrics(), Out()
     pieces = ["a bo", "mb ", "and a ", "bomb", " ", "."]
-    result = await screened(phrases("flag", "bomb"), Run(pieces), out, record=SafetyRecord(metrics))
+    result = await screened(phrases("flag", "bomb"), Run(pieces), out, metrics=metrics)
     assert (result.finish_reason, out.text) == (FinishReason.STOP, "".join(pieces))
     name = "fairway_gateway_safety_interventions_total"
     assert counted(metrics, name, category="found", action="flag", scope="output") == 2
 
 
 async def test_a_shadow_pack_flags_alone() -> None:
-    out = Out()
-    pack = phrases("block", "bomb")
-    result = await screened(pack, Run(["a ", "bomb"]), out, flag_only=True)
-    assert (result.finish_reason, out.text) == (FinishReason.STOP, "a bomb")
+    metrics, out = Metrics(), Out()
+    classifiers = ScriptedClassifiers()
+    result = await screened(
+        {"window_tokens": 0},
+        Run(["a ", "bad ", "bomb", "x"]),
+        out,
+        metrics=metrics,
+        classifiers=classifiers,
+        shadow=phrases("block", "bomb")
+        | classifier(categories={"found": {"action": "block"}, "judged": {"action": "block"}}),
+    )
+    assert (result.finish_reason, out.text) == (FinishReason.STOP, "a bad bombx")
+    await asyncio.sleep(0.02)
+    name = "fairway_gateway_safety_interventions_total"
+    assert counted(metrics, name, category="found", action="flag") == 1
+    assert counted(metrics, name, category="judged", action="flag") >= 1
+    assert counted(metrics, name, action="block") == 0
 
 
 async def test_a_resume_reads_on_after_what_was_released() -> None:

@@ -1,0 +1,219 @@
+"""The safety packs of requests: which versions a request obeys, fetched, joined and compiled once.
+
+A request obeys the pack of its version and that of its tenant, joined by ``stricter``. A pack that cannot be
+read refuses the request: what nobody judged is never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Generic, TypeVar
+
+import structlog
+from msgspec.structs import replace
+
+from fairway.formats.limits import POLICY_NAME
+from fairway.formats.safety import SafetyPack, Scope, check_policy, stricter
+from services.adapters.threads import in_thread
+from services.core.errors import FailedPrecondition, FairwayError, ModelNotFound, Unavailable
+from services.core.records import Priority, Tenant
+from services.core.rollouts.routes import SplitCaller
+from services.core.safety import SafetyPins
+from services.gateway.catalog import ModelCatalog, ModelFilesPort, Route
+from services.gateway.safety.lists import TextRules
+
+log = structlog.get_logger()
+
+MAX_KEPT: Final = 64
+LOAD_TIMEOUT_S: Final = 30.0
+_RETRY_S: Final = 2.0
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPack:
+    """A pack, and its lists by what they judge."""
+
+    pack: SafetyPack
+    rules: Mapping[Scope, TextRules]
+
+
+@dataclass(frozen=True, slots=True)
+class SafetyTerms:
+    """What a request obeys. ``shadow``: a further pack, which only flags: its rollout compares the two."""
+
+    pins: SafetyPins
+    compiled: CompiledPack
+    shadow: CompiledPack | None = None
+
+    @property
+    def pack(self) -> SafetyPack:
+        return self.compiled.pack
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The safety_policy.json of a version; without one, neither digest nor pack."""
+
+    digest: str = ""
+    pack: SafetyPack | None = None
+
+
+class SafetyPacks:
+    """Keeps the ``MAX_KEPT`` packs and joined packs that were used last."""
+
+    def __init__(self, catalog: ModelCatalog, files: ModelFilesPort) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._policies = _Loads[str, _Policy]()
+        self._joined = _Loads[tuple[str, str], CompiledPack]()
+
+    async def terms(
+        self, model: str, version_digest: str, tenant: Tenant, session_key: str
+    ) -> SafetyTerms | None:
+        """Return what a new request obeys; None for nothing. ``model`` is the version's in the registry.
+
+        Raises Unavailable while a pack cannot be read, FailedPrecondition for one that is damaged.
+        """
+        own = await self._policy(model, version_digest)
+        pins = SafetyPins(default_digest=own.digest)
+        if tenant.safety_pack:
+            try:
+                pins = self._routed(
+                    pins, tenant.safety_pack, tenant.meta.name, session_key, tenant.max_priority
+                )
+            except (
+                ModelNotFound
+            ) as error:  # its deployment is older than the tenant's, and is on its way here
+                raise Unavailable(
+                    f"this gateway does not have the safety pack {tenant.safety_pack} yet",
+                    retry_after_s=_RETRY_S,
+                ) from error
+        return await self._terms(own, pins)
+
+    async def pinned(self, model: str, version_digest: str, pins: SafetyPins) -> SafetyTerms | None:
+        """Return what an earlier run of a request obeyed, with the pack of the version that runs it now.
+
+        Raises as ``terms``.
+        """
+        own = await self._policy(model, version_digest)
+        return await self._terms(own, replace(pins, default_digest=own.digest))
+
+    async def named(self, deployment: str, tenant: str, session_key: str) -> SafetyTerms:
+        """Return the pack of a deployment alone. Raises ModelNotFound, and as ``terms``."""
+        pins = self._routed(SafetyPins(), deployment, tenant, session_key, Priority.STANDARD)
+        found = await self._terms(_Policy(), pins)
+        assert found is not None, "a routed pack has a version"
+        return found
+
+    def _routed(
+        self, pins: SafetyPins, deployment: str, tenant: str, session_key: str, highest: Priority
+    ) -> SafetyPins:
+        """Return the pins with the version that the deployment's route gives to the session."""
+        route = self._catalog.resolve_pack(deployment, SplitCaller(tenant, session_key, highest))
+        return replace(
+            pins,
+            deployment=deployment,
+            model=route.deployment.model,
+            pack_digest=route.version_digest,
+            step=route.step,
+            shadow_digest=self._shadow(route, tenant, session_key),
+        )
+
+    def _shadow(self, route: Route, tenant: str, session_key: str) -> str:
+        caller = SplitCaller(tenant, session_key)
+        arm = self._catalog.shadow_arm(caller, route.model, route.step, route.version_digest)
+        return "" if arm is None else arm.version_digest
+
+    async def _terms(self, own: _Policy, pins: SafetyPins) -> SafetyTerms | None:
+        if own.pack is None and not pins.pack_digest:
+            return None
+        compiled = await self._compiled(own, pins.model, pins.pack_digest)
+        shadow = None
+        if pins.shadow_digest:
+            try:
+                shadow = await self._compiled(own, pins.model, pins.shadow_digest)
+            except FairwayError as error:  # it decides nothing, so it refuses nothing
+                log.warning("safety_pack.shadow_unread", digest=pins.shadow_digest, reason=error.reason)
+        return SafetyTerms(pins, compiled, shadow)
+
+    async def _policy(self, model: str, version_digest: str) -> _Policy:
+        return await self._policies.get(version_digest, partial(self._read, model, version_digest))
+
+    async def _compiled(self, own: _Policy, model: str, digest: str) -> CompiledPack:
+        """Return the version's own pack, joined with the tenant's unless ``digest`` is empty."""
+        tenants = await self._policy(model, digest) if digest else _Policy()
+        if digest and tenants.pack is None:
+            raise FailedPrecondition(f"the version {digest} is no safety pack", digest=digest)
+        key = own.digest, tenants.digest
+        return await self._joined.get(key, lambda: in_thread(_compile, own.pack, tenants.pack))
+
+    async def _read(self, model: str, version_digest: str) -> _Policy:
+        """Return the policy of a version. Raises Unavailable, FailedPrecondition."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                manifest = await self._files.readable(model, version_digest)
+                digest = next((one.digest for one in manifest.files if one.path == POLICY_NAME), "")
+                if not digest:
+                    return _Policy()
+                folder = await self._files.fetch(model, version_digest, only=_is_policy)
+                self._files.pin(folder)
+                try:
+                    data = await in_thread((folder / POLICY_NAME).read_bytes)
+                finally:
+                    self._files.unpin(folder)
+            return _Policy(digest, await in_thread(check_policy, data))
+        except ValueError as error:
+            raise FailedPrecondition(
+                f"the safety policy of {model} {version_digest} is refused: {error}; publish it again",
+                model=model,
+                digest=version_digest,
+            ) from error
+        except (TimeoutError, OSError, FairwayError) as error:
+            log.warning("safety_pack.unread", model=model, digest=version_digest, error=repr(error))
+            raise Unavailable(
+                f"the safety pack of {model} {version_digest} cannot be read now; nothing is sent unjudged",
+                retry_after_s=_RETRY_S,
+                model=model,
+                digest=version_digest,
+            ) from error
+
+
+class _Loads(Generic[K, V]):
+    """Values that are made once for all that wait for them; the ``MAX_KEPT`` used last are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[K, V] = OrderedDict()
+        self._making: dict[K, asyncio.Lock] = {}
+
+    async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
+        """Return the value of a key. A failure is raised and not kept."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        lock = self._making.setdefault(key, asyncio.Lock())
+        try:
+            async with lock:
+                if key not in self._kept:
+                    self._kept[key] = await make()
+                    while len(self._kept) > MAX_KEPT:
+                        self._kept.popitem(last=False)
+                return self._kept[key]
+        finally:
+            if not lock.locked():
+                self._making.pop(key, None)
+
+
+def _compile(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack:
+    pack = stricter(own, tenants) if own is not None and tenants is not None else own or tenants
+    assert pack is not None, "one of them is a pack"
+    return CompiledPack(pack, {"input": TextRules(pack, "input"), "output": TextRules(pack, "output")})
+
+
+def _is_policy(path: str) -> bool:
+    return path == POLICY_NAME
