@@ -13,14 +13,16 @@ from typing import Any
 
 import grpc
 
+from fairway.formats.limits import POLICY_NAME
 from fairway.inference import v2_pb2, v2_pb2_grpc
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from services.adapters.quarantine import MemoryQuarantine
 from services.core.generation import Principal
 from services.core.limits import Price
-from services.core.manifest import Manifest
+from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import (
     DEPLOYMENTS,
+    GATEWAY_EXECUTOR,
     KEYS,
     TENANTS,
     WORKERS,
@@ -50,6 +52,7 @@ from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
+from services.gateway.safety.packs import SafetyPacks
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
@@ -92,7 +95,10 @@ class VersionFolders:
         return self.folders[digest]
 
     async def readable(self, model: str, digest: str) -> Manifest:
-        return Manifest(())
+        policy = self.folders[digest] / POLICY_NAME
+        if not policy.exists():
+            return Manifest(())
+        return Manifest((ManifestFile(POLICY_NAME, policy.stat().st_size, sha256_of(policy.read_bytes())),))
 
     def pin(self, folder: Path) -> None: ...
 
@@ -128,11 +134,12 @@ class RowsGateway:
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
         self.identity = KeyDirectory(self.keys, self.tenants, CLOCK)
-        by_digest = {digest_of(name): folder for name, folder in folders.items()}
+        self.by_digest = by_digest = {digest_of(name): folder for name, folder in folders.items()}
+        files = VersionFolders(by_digest)
         self.catalog = ModelCatalog(
             self.deployments,
             self.workers,
-            VersionFolders(by_digest),
+            files,
             CLOCK,
             texts=LocalTexts(threads, CLOCK),
             splits=Splits(self.routes),
@@ -143,7 +150,7 @@ class RowsGateway:
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
             self.deploy(name)
-        self.ports = self._ports()
+        self.ports = replace(self._ports(), packs=SafetyPacks(self.catalog, files))
         validator = Validator(self.catalog, self.identity, Random(0))
         parts: Any = {
             "validator": validator,
@@ -213,6 +220,12 @@ class RowsGateway:
         self.deployments.put(DEPLOYMENTS + name, deployment, 42)
         loaded = LoadedVersion(name, name, digest, VersionState.READY)
         self.workers.put(WORKERS + f"w-{digest}", Worker(f"w-{digest}", "w:1", versions=(loaded,)))
+
+    def deploy_pack(self, name: str, folder: Path) -> None:
+        """Serve the safety pack in a folder."""
+        self.by_digest[digest_of(name)] = folder
+        pack = Deployment(Meta(name), name, "v1", digest_of(name), 0, executor=GATEWAY_EXECUTOR)
+        self.deployments.put(DEPLOYMENTS + name, pack, 43)
 
     def received(self) -> Received:
         return Received(CLOCK.monotonic_s(), 1, f"req_{next(self._numbers)}")

@@ -133,14 +133,14 @@ class SafetyPacks:
     async def _terms(self, own: _Policy, pins: SafetyPins) -> SafetyTerms | None:
         if own.pack is None and not pins.pack_digest:
             return None
-        compiled = await self._compiled(own, pins.model, pins.pack_digest)
+        enforced = await self._compiled(own, pins.model, pins.pack_digest)
         shadow = None
         if pins.shadow_digest:
             try:
                 shadow = await self._compiled(own, pins.model, pins.shadow_digest)
             except FairwayError as error:  # it decides nothing, so it refuses nothing
                 log.warning("safety_pack.shadow_unread", digest=pins.shadow_digest, reason=error.reason)
-        return SafetyTerms(pins, compiled, shadow)
+        return SafetyTerms(pins, enforced, shadow)
 
     async def _policy(self, model: str, version_digest: str) -> _Policy:
         return await self._policies.get(version_digest, partial(self._read, model, version_digest))
@@ -151,7 +151,7 @@ class SafetyPacks:
         if digest and tenants.pack is None:
             raise FailedPrecondition(f"the version {digest} is no safety pack", digest=digest)
         key = own.digest, tenants.digest
-        return await self._joined.get(key, lambda: in_thread(_compile, own.pack, tenants.pack))
+        return await self._joined.get(key, lambda: in_thread(compiled, own.pack, tenants.pack))
 
     async def _read(self, model: str, version_digest: str) -> _Policy:
         """Return the policy of a version. Raises Unavailable, FailedPrecondition."""
@@ -209,7 +209,8 @@ class _Loads(Generic[K, V]):
                 self._making.pop(key, None)
 
 
-def _compile(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack:
+def compiled(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack:
+    """Return what obeys both packs, of which one may be absent. Takes a thread for long lists."""
     pack = stricter(own, tenants) if own is not None and tenants is not None else own or tenants
     assert pack is not None, "one of them is a pack"
     return CompiledPack(pack, {"input": TextRules(pack, "input"), "output": TextRules(pack, "output")})

@@ -10,11 +10,13 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fairway.formats.safety import SafetyPack
 from fairway.v1 import inference_pb2
 from services.core.errors import TokenRateExceeded
 from services.core.generation import FinishReason, Principal, StageClock, TokenLogprobs, Usage
 from services.core.limits import RateState
 from services.core.records import KEYS, TENANTS, ApiKey, Deployment, KeyRole, Meta, Tenant
+from services.core.safety import SafetyPins
 from services.gateway.catalog import Route
 from services.gateway.events import Accepted, ChoiceResult, Event, Finished, Received, Tokens, never
 from services.gateway.faces.openai.exchange import HttpLimits
@@ -23,6 +25,7 @@ from services.gateway.faces.openai.server import HttpServer
 from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
+from services.gateway.safety.packs import SafetyTerms, compiled
 from services.gateway.service import ServedModel
 from services.runtime import secrets
 from services.runtime.audit import AuditRecorder
@@ -73,6 +76,16 @@ class ScriptedService:
         self.closed = asyncio.Event()
         self._started = asyncio.Event()
         self.script: Callable[[Call], AsyncGenerator[Event, None]] = plain
+        self.terms = SafetyTerms(SafetyPins(deployment="strict"), compiled(SafetyPack(), None))
+
+    def check_open(self, tenant_id: str, model: str, received: Received) -> None: ...
+
+    @asynccontextmanager
+    async def counted(self, principal: Principal) -> AsyncIterator[None]:
+        yield
+
+    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
+        return self.terms
 
     async def stream(
         self,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from services.core.manifest import Manifest
+from fairway.formats.limits import POLICY_NAME
+from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import (
     DEPLOYMENTS,
     TENANTS,
@@ -94,7 +95,10 @@ class LocalFiles:
         return self.of_version.get(digest, self.folder)
 
     async def readable(self, model: str, digest: str) -> Manifest:
-        return Manifest(())
+        policy = self.of_version.get(digest, self.folder) / POLICY_NAME
+        if not policy.exists():
+            return Manifest(())
+        return Manifest((ManifestFile(POLICY_NAME, policy.stat().st_size, sha256_of(policy.read_bytes())),))
 
     def pin(self, folder: Path) -> None:
         self.pins += 1

@@ -1,0 +1,176 @@
+"""What a request obeys: pinned when it is admitted, written down, and kept by every later run of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fairway.v1 import inference_pb2
+from services.core.errors import Unavailable
+from services.core.manifest import sha256_of
+from services.core.records import (
+    DEPLOYMENTS,
+    GATEWAY_EXECUTOR,
+    TENANTS,
+    Degrade,
+    Deployment,
+    LoadedVersion,
+    Meta,
+    Tenant,
+    VersionState,
+    Worker,
+)
+from services.core.safety import SafetyPins
+from services.gateway.catalog import PinnedVersion
+from services.gateway.faces.grpc.messages import accepted_message
+from services.gateway.idempotency.record_codec import AcceptedTerms, decode, encode
+from services.gateway.requests.terms import Resume
+from services.gateway.safety.packs import SafetyPacks
+from tests.unit.gateway.conftest import DIGEST
+from tests.unit.gateway.policy.test_degrade import SMALL, Gateway, admitted, gateway
+
+__all__ = ["gateway"]
+
+PACK, NEXT = "sha256:" + "e1" * 32, "sha256:" + "e2" * 32
+
+
+def policy(*phrases: str) -> bytes:
+    rules = [{"category": "bad", "phrases": phrases}]
+    return json.dumps({"categories": {"bad": {"action": "block"}}, "lists": rules}).encode()
+
+
+OWN, OF_SMALL, OF_PACK, OF_NEXT = (policy(word) for word in ("own", "small", "pack", "next"))
+
+
+@pytest.fixture
+def packs(fleet: Any, gateway: Gateway, tmp_path: Path) -> Any:
+    """Both models have a pack of their own, and ``strict`` is the tenant's."""
+    for digest, data in ((DIGEST, OWN), (SMALL, OF_SMALL), (PACK, OF_PACK), (NEXT, OF_NEXT)):
+        folder = tmp_path / digest[-4:]
+        folder.mkdir()
+        for file in fleet.files.folder.iterdir() if digest in (DIGEST, SMALL) else ():
+            (folder / file.name).symlink_to(file)
+        (folder / "safety_policy.json").unlink(missing_ok=True)
+        (folder / "safety_policy.json").write_bytes(data)
+        fleet.files.of_version[digest] = folder
+    deploy(fleet, PACK)
+    assign(fleet)
+    admission = gateway.service._admission
+    admission._ports = gateway.service._ports = replace(
+        gateway.service._ports, packs=SafetyPacks(fleet.catalog, fleet.files)
+    )
+    return fleet.files
+
+
+def deploy(fleet: Any, digest: str) -> None:
+    pack = Deployment(Meta("strict"), "strict", "v1", digest, 0, executor=GATEWAY_EXECUTOR)
+    fleet.deployments.put(DEPLOYMENTS + "strict", pack, 44)
+
+
+def assign(fleet: Any, pack: str = "strict") -> None:
+    degrade = Degrade(10, {"chat-small": "chat-tiny"})
+    fleet.tenants.put(TENANTS + "acme", Tenant(Meta("acme"), degrade=degrade, safety_pack=pack))
+
+
+def pins(own: bytes, pack: str = PACK) -> SafetyPins:
+    return SafetyPins(sha256_of(own), "strict", "strict", pack)
+
+
+async def test_a_request_is_pinned_to_its_packs_and_says_so(gateway: Gateway, packs: Any) -> None:
+    answer = await gateway.ask()
+    assert answer.accepted.safety == pins(OWN)
+    message = accepted_message(answer.accepted).safety
+    assert (message.default_digest, message.deployment, message.pack_digest) == (
+        sha256_of(OWN),
+        "strict",
+        PACK,
+    )
+    explained = gateway.placement.asked[0].safety
+    assert explained == f"{sha256_of(OWN)} of the version, {PACK} of strict"
+
+
+async def test_what_it_obeys_is_written_down_and_read_back(gateway: Gateway, packs: Any) -> None:
+    found, (written,) = await admitted(gateway)
+    assert found.safety is not None
+    assert found.safety.pins == found.spec.safety == written.safety == pins(OWN)
+    assert [rule.phrases for rule in found.safety.pack.lists] == [("own",), ("pack",)]
+    (read,) = decode(encode([written]))
+    assert read == written
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(written))[:-1]
+    (before,) = decode(msgspec.msgpack.encode([older]))
+    assert isinstance(before, AcceptedTerms)
+    assert before.safety is None
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_a_later_run_obeys_what_the_first_did(
+    gateway: Gateway, packs: Any, fleet: Any, begun: bool
+) -> None:
+    _, (written,) = await admitted(gateway)
+    deploy(fleet, NEXT)
+    now, _ = await admitted(gateway)
+    assert now.spec.safety == pins(OWN, NEXT)
+    resume = Resume(PinnedVersion(DIGEST, 1), (), (), replaceable=not begun, safety=written.safety)
+    later, _ = await admitted(gateway, resume)
+    assert later.spec.safety == pins(OWN)
+    assign(fleet, "")
+    unassigned, _ = await admitted(gateway, resume)
+    assert unassigned.safety is not None
+    assert unassigned.safety.pack == later.safety.pack  # type: ignore[union-attr]
+    from_older = replace(resume, safety=None)  # its record is of a gateway that did not write them
+    assign(fleet)
+    found, _ = await admitted(gateway, from_older)
+    assert found.spec.safety == pins(OWN, NEXT)
+
+
+async def test_another_model_brings_its_own_pack(gateway: Gateway, packs: Any) -> None:
+    gateway.pressure[DIGEST] = 1.0
+    found, (written,) = await admitted(gateway)
+    assert found.spec.model == "chat-tiny"
+    assert found.spec.safety == written.safety == pins(OF_SMALL)
+    assert found.safety is not None
+    assert [rule.phrases for rule in found.safety.pack.lists] == [("small",), ("pack",)]
+
+
+async def test_a_request_that_moves_to_another_version_obeys_that(
+    gateway: Gateway, packs: Any, fleet: Any
+) -> None:
+    found, _ = await admitted(gateway)
+    assert found.reroute is not None
+    held = fleet.deployments.view[DEPLOYMENTS + "chat-small"].record
+    fleet.deployments.put(DEPLOYMENTS + "chat-small", replace(held, version_digest=SMALL), 50)
+    version = LoadedVersion("chat-small", "tiny", SMALL, VersionState.READY, max_model_len=96)
+    for key in list(fleet.workers.view):
+        fleet.workers.put(key, Worker("w", "w:1", versions=(version,)))
+    deploy(fleet, NEXT)
+    moved = await found.reroute(found)
+    assert moved.spec.version_digest == SMALL
+    assert moved.safety is not None
+    assert moved.safety.pins == moved.spec.safety == pins(OF_SMALL), "the tenant's stays as it was"
+
+
+async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any) -> None:
+    async def lost(*_: Any, **__: Any) -> Path:
+        raise OSError("the disk is full")
+
+    fetch, packs.fetch = packs.fetch, lost
+    with pytest.raises(Unavailable, match="nothing is sent unjudged") as refused:
+        await gateway.ask()
+    assert refused.value.retry_after_s
+    assert gateway.placement.asked == gateway.workers.started == []
+    assert await gateway.service._ports.limiter.concurrency("acme") == 0  # type: ignore[union-attr]
+    packs.fetch = fetch
+    assert (await gateway.ask()).accepted.safety == pins(OWN)
+
+
+async def test_without_packs_a_request_obeys_none(gateway: Gateway, fleet: Any) -> None:
+    answer = await gateway.ask()
+    assert answer.accepted.safety is None
+    assert not accepted_message(answer.accepted).HasField("safety")
+    assert gateway.placement.asked[0].safety == ""
+    assert inference_pb2.Accepted().HasField("safety") is False
