@@ -14,8 +14,7 @@ from services.core.generation import Principal
 from services.core.records import ApiKey, KeyRole, Meta, Priority, Tenant
 from services.core.safety import SafetyPins
 from services.gateway.policy.claims import Payer
-from services.gateway.safety.lists import TextRules
-from services.gateway.safety.packs import CompiledPack, SafetyTerms
+from services.gateway.safety.packs import SafetyTerms, compiled
 from services.gateway.safety.record import SafetyRecord
 from services.gateway.safety.requests import Asker, Classifiers, ModelRule, RequestSafety, SafetyDesk
 from services.gateway.slis import SliRecorder
@@ -79,30 +78,27 @@ def asker_of(deadline_s: float = float("inf")) -> Asker:
     return Asker("req_1", principal, payer, Priority.STANDARD, "session", deadline_s)
 
 
-def compiled(pack: SafetyPack) -> CompiledPack:
-    return CompiledPack(pack, {"input": TextRules(pack, "input"), "output": TextRules(pack, "output")})
-
-
 @dataclass
 class FixedPacks:
     """Every request obeys one pack; in place of ``SafetyPacks``. ``refusal``: it cannot be read."""
 
-    pack: SafetyPack | None
+    pack: SafetyPack | None = None
     shadow: SafetyPack | None = None
     refusal: Exception | None = None
+    digest: str = "sha256:pack"
 
     async def terms(self, *_: Any) -> SafetyTerms | None:
         if self.refusal is not None:
             raise self.refusal
-        return None if self.pack is None else terms_of(self.pack, self.shadow)
+        return None if self.pack is None else terms_of(self.pack, self.shadow, self.digest)
 
     pinned = terms
 
 
-def terms_of(pack: SafetyPack, shadow: SafetyPack | None = None) -> SafetyTerms:
+def terms_of(pack: SafetyPack, shadow: SafetyPack | None = None, digest: str = "sha256:pack") -> SafetyTerms:
     shadow_digest = "" if shadow is None else "sha256:shadow"
-    pins = SafetyPins("sha256:own", "strict", "strict", "sha256:pack", shadow_digest=shadow_digest)
-    return SafetyTerms(pins, compiled(pack), None if shadow is None else compiled(shadow))
+    pins = SafetyPins("sha256:own", "strict", "strict", digest, shadow_digest=shadow_digest)
+    return SafetyTerms(pins, compiled(pack, None), None if shadow is None else compiled(shadow, None))
 
 
 def desk_of(
