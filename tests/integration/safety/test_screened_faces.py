@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
+from services.core.errors import Unavailable
 from services.core.generation import Usage
 from services.ports.idempotency import RecordLimits
 from services.rpc.status import from_rpc_error
@@ -129,14 +130,15 @@ async def test_grpc(faces: Faces) -> None:
 
     async def messages() -> AsyncIterator[pb.SessionRequest]:
         yield pb.SessionRequest(start=start)
-        for _ in range(30):
+        while not ends:
             await asyncio.sleep(0.01)
-            yield pb.SessionRequest(credit=pb.SessionCredit(stream_id=1, tokens=1))
+            yield pb.SessionRequest(credit=pb.SessionCredit(stream_ids=[1], tokens=[1]))
 
-    text, ends = "", []
-    async for message in stub.Session(messages(), metadata=AUTH):
-        text += "".join(message.tokens.texts)
-        ends += [choice.finish_reason for end in message.finished for choice in end.finished.choices]
+    text, ends = "", list[int]()
+    async with asyncio.timeout(10.0):
+        async for message in stub.Session(messages(), metadata=AUTH):
+            text += "".join(message.tokens.texts)
+            ends += [choice.finish_reason for end in message.finished for choice in end.finished.choices]
     assert (text, ends) == (SAFE, [common_pb2.FINISH_REASON_FILTERED])
 
 
@@ -184,14 +186,7 @@ async def test_a_cached_answer_has_released_output_alone_and_serves_under_the_sa
     [
         {"messages": [{"role": "system", "content": "be"}, {"role": "user", "content": "a B\u043emb"}]},
         {"messages": [{"role": "user", "content": "hi", "name": "bomb"}]},
-        {
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {"name": "f", "description": "makes a bomb", "parameters": {}},
-                }
-            ]
-        },
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "a bomb"}}]},
         {
             "messages": [
                 {"role": "user", "content": "hi"},
@@ -256,8 +251,6 @@ async def test_a_classifier_judges_inputs_and_its_absence_refuses_them(faces: Fa
 
 
 async def test_a_pack_that_cannot_be_read_refuses_requests(faces: Faces) -> None:
-    from services.core.errors import Unavailable
-
     faces.fleet.packs.refusal = Unavailable("the pack is not there", retry_after_s=1.0)
     status, headers, _ = await faces.post(0, "/v1/chat/completions", CHAT)
     assert (status, headers["retry-after"]) == (503, "1")
