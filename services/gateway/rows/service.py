@@ -186,8 +186,12 @@ class RowsService:
         *,
         received: Received,
         timeout_s: float | None = None,
+        filtered: bool = True,
     ) -> Inferred:
-        """Return the outputs of all rows. Cancelling the call cancels the request."""
+        """Return the outputs of all rows. Cancelling the call cancels the request.
+
+        Not ``filtered``: it is a verdict for a safety pack, so that none reads its input.
+        """
 
         classifies = bool(request.texts or request.images)
 
@@ -215,7 +219,8 @@ class RowsService:
             return (*outputs, *class_outputs(logits, signature.classes))
 
         terms = self._terms(principal, request, received, timeout_s)
-        job = RowsJob(principal, request, terms, [Operation.CLASSIFY] if classifies else ALL, prepare, join)
+        operations = [Operation.CLASSIFY] if classifies else ALL
+        job = RowsJob(principal, request, terms, operations, prepare, join, filtered)
         answer = await self._answer(job)
         return Inferred(answer, answer.outputs)
 

@@ -126,9 +126,8 @@ class LocalTexts:
         return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
 
     async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
-        encoder = self._encoder(model)
-        assert isinstance(encoder, TextEncoder), "tokens of a fixed-cost model"
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.decode, run.ids)
+        decode = self._encoder(model).decode
+        return await asyncio.get_running_loop().run_in_executor(self._executor, decode, run.ids)
 
     async def read_rows(
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
