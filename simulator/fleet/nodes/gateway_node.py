@@ -249,10 +249,12 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=replace(
-                self._ports(telemetry, self.make_quarantine(store)),
-                serves=catalog.serves,
-                waking=catalog.waking,
+            ports=self.make_judged(
+                replace(
+                    self._ports(telemetry, self.make_quarantine(store)),
+                    serves=catalog.serves,
+                    waking=catalog.waking,
+                )
             ),
             limits=limits,
         )
@@ -334,6 +336,10 @@ class GatewayNode:
     def make_quarantine(self, store: Store) -> Quarantine:
         """Return the fleet's quarantine."""
         return StoreQuarantine(store, self._informers.quarantine, self._process.clock)
+
+    def make_judged(self, ports: Ports) -> Ports:
+        """Return the ports with what judges texts; by default nothing does."""
+        return ports
 
     def make_splits(self) -> Splits:
         """Return how this gateway reads the routes."""
