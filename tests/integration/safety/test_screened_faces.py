@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from typing import Any
 
 import grpc
@@ -13,10 +14,15 @@ import pytest_asyncio
 
 from fairway.v1 import common_pb2
 from fairway.v1 import inference_pb2 as pb
+from services.adapters.memory.store import MemoryStore
+from services.core.audit import PENDING, AuditEntry
 from services.core.errors import Unavailable
 from services.core.generation import Usage
+from services.core.records import load
 from services.ports.idempotency import RecordLimits
 from services.rpc.status import from_rpc_error
+from services.runtime.audit import AuditRecorder
+from services.runtime.clock import SystemClock
 from tests.support.keyed_faces import AUTH, Faces, keyed_faces
 from tests.support.keyed_gateways import Answer, Gateway
 from tests.support.metered import charged
@@ -255,3 +261,26 @@ async def test_a_pack_that_cannot_be_read_refuses_requests(faces: Faces) -> None
     status, headers, _ = await faces.post(0, "/v1/chat/completions", CHAT)
     assert (status, headers["retry-after"]) == (503, "1")
     assert faces.fleet.engine_tokens == 0
+
+
+async def test_each_intervention_is_in_the_audit_log_without_its_text(redis_url: str) -> None:
+    store = MemoryStore(SystemClock())
+    recorder = AuditRecorder(store, SystemClock(), source="gateway", process="src-1")
+    async with keyed_faces(redis_url, audit=recorder) as faces:
+        faces.fleet.text_of = lambda position, _: WORDS[position % len(WORDS)]
+        faces.fleet.packs.pack = pack_of(**BLOCKED)
+        for _ in range(2):
+            await faces.post(0, "/v1/chat/completions", CHAT)
+        turns = [{"role": "user", "content": "a bomb"}]
+        await faces.post(0, "/v1/chat/completions", {**CHAT, "messages": turns})
+    await recorder.flush()
+    entries = [load(entry.value, AuditEntry) for entry in (await store.list(PENDING)).entries]
+    assert [(one.method, one.outcome, one.count) for one in entries] == [
+        ("SafetyPack/Intervene", "CONTENT_FILTERED", 1)
+    ] * 3
+    digest = sha256(b"bomb").hexdigest()
+    assert entries[0].resource == f"found/pack/output/0/9/{digest}"
+    assert entries[2].resource == f"found/pack/input/0/2/{digest}"
+    assert {one.actor.tenant for one in entries} == {faces.fleet.tenant}
+    assert len({one.request_id for one in entries}) == 3
+    assert "bomb" not in str(entries)
