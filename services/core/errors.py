@@ -1,7 +1,7 @@
 """Domain errors. Failures outside our control raise one of these; our own bugs are assertions.
 
     FairwayError
-    ├── InvalidInput            PromptTooLong, UnsupportedFeature, ConstraintRefused
+    ├── InvalidInput            PromptTooLong, UnsupportedFeature, ConstraintRefused, ContentFiltered
     ├── Unauthenticated
     ├── PermissionDenied
     ├── NotFound                ModelNotFound, ThreadNotFound
@@ -83,6 +83,12 @@ class ConstraintRefused(InvalidInput):
     """What the output is to match is malformed, matches nothing, or needs more than one request may use."""
 
     reason = "CONSTRAINT_REFUSED"
+
+
+class ContentFiltered(InvalidInput):
+    """The input has what its safety pack blocks. ``category`` in the metadata."""
+
+    reason = "CONTENT_FILTERED"
 
 
 class Unauthenticated(FairwayError):

@@ -27,6 +27,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "INVALID_INPUT": (Fault.CLIENT, "Change the field that the message names"),
     "PROMPT_TOO_LONG": (Fault.CLIENT, "Shorten the prompt or request fewer tokens"),
     "CONSTRAINT_REFUSED": (Fault.CLIENT, "Correct or simplify the schema, expression or grammar"),
+    "CONTENT_FILTERED": (Fault.CLIENT, "Remove what the named category of the safety pack blocks"),
     "UNSUPPORTED_FEATURE": (Fault.CLIENT, "Leave the option out"),
     "UNIMPLEMENTED": (Fault.CLIENT, "Call another method; this server does not offer this one"),
     "HTTP_PROBLEM": (Fault.CLIENT, "Change the HTTP request as the message describes"),

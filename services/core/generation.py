@@ -30,6 +30,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
     # The output stopped and has calls of tools. Gateways set it, workers do not.
     TOOL_CALLS = "tool_calls"
+    # A safety pack ended the output. Gateways set it, workers do not.
+    FILTERED = "filtered"
 
 
 # Reason of a sequence that ended with ENGINE_LOST because the model produced no finite numbers there.

@@ -1,8 +1,19 @@
-"""The safety packs that a request obeys, by their digests. Every later run of it obeys the same."""
+"""The safety packs that a request obeys, which every later run of it obeys too, and what they find."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 from msgspec import Struct
+
+from fairway.formats.safety import SafetyAction, Scope
+
+# What stands for text that a pack redacts, and for each of its token ids: no vocabulary has that one.
+REDACTED_TEXT: Final = "[redacted]"
+REDACTED_ID: Final = 0xFFFF_FFFF
+# The category of texts that a model of the pack gave no verdict on.
+UNAVAILABLE: Final = "unavailable"
 
 
 class SafetyPins(Struct, frozen=True):
@@ -30,3 +41,18 @@ class SafetyPins(Struct, frozen=True):
         if self.shadow_digest:
             found.append(f"{self.shadow_digest} flags only")
         return ", ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Intervention:
+    """One find of a pack in a request, without the text."""
+
+    action: SafetyAction
+    category: str
+    scope: Scope
+    # The output; 0 of an input.
+    choice: int
+    # Characters of the text before the find.
+    position: int
+    # SHA-256 of the text that was found, in hex.
+    text_digest: str

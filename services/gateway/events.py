@@ -180,14 +180,18 @@ class Handle(Protocol):
         """The client requests the end of the request."""
 
 
-class RequestSink(Protocol):
-    """Receives accepted, tokens of every choice, then exactly one of finished and failed."""
-
-    def on_accepted(self, accepted: Accepted) -> None: ...
+class OutputSink(Protocol):
+    """Receives tokens of every choice."""
 
     def on_tokens(
         self, choice: int, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None: ...
+
+
+class RequestSink(OutputSink, Protocol):
+    """Receives accepted, tokens of every choice, then exactly one of finished and failed."""
+
+    def on_accepted(self, accepted: Accepted) -> None: ...
 
     def on_finished(self, finished: Finished) -> None: ...
 

@@ -21,6 +21,7 @@ from services.gateway.policy.retry import OutsideKills, RetryBudget
 from services.gateway.requests.egress import EgressGate, StreamEgress
 from services.gateway.response_cache import ResponseCache
 from services.gateway.safety.packs import SafetyPacks
+from services.gateway.safety.requests import SafetyDesk
 from services.gateway.telemetry import GatewayTelemetry
 from services.ports.clock import Clock
 from services.ports.limiter import Limiter
@@ -123,6 +124,8 @@ class Ports:
     poisons: PoisonGate | None = None
     # The safety packs of requests; None: no request obeys one.
     packs: SafetyPacks | None = None
+    # What judges texts by packs; there wherever packs are.
+    safety: SafetyDesk | None = None
 
     def waits_for_node(self, tenant: Tenant, model: str) -> bool:
         """Return whether a tenant's request waits while no node of its group serves the model: by the

@@ -207,6 +207,7 @@ def _copies_ports(ports: Ports) -> Ports:
         packs=None,
         retries=RetryBudget(),
         kills=OutsideKills(),
+        safety=None,
     )
 
 

@@ -159,9 +159,12 @@ class AuditRecorder:
         """Calls that are not in the store yet."""
         return sum(entry.count for entry in self._waiting.values())
 
-    def add(self, entry: AuditEntry) -> None:
-        """Queue an entry, with the present time. Returns at once."""
-        key: tuple[str, ...] = (entry.outcome, entry.method, entry.actor.key, entry.actor.address)
+    def add(self, entry: AuditEntry, *distinct: str) -> None:
+        """Queue an entry, with the present time. Returns at once.
+
+        ``distinct``: what entries that are otherwise equal may differ by, and then stay apart.
+        """
+        key: tuple[str, ...] = (entry.outcome, entry.method, entry.actor.key, entry.actor.address, *distinct)
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING:
             key, entry = (entry.outcome,), AuditEntry("", Actor(), outcome=entry.outcome)
         held = self._waiting.get(key)

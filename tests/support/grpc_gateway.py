@@ -120,6 +120,9 @@ class Prices:
     def price(self, model: str, priority: Priority) -> Price:
         return Price()
 
+    def model_of(self, version_digest: str) -> str:
+        return "m"
+
     def shadow_of(self, tenant: str, spec: GenerationSpec) -> None:
         return None
 

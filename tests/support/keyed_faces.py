@@ -28,6 +28,7 @@ from services.gateway.faces.responses.background import ResponseParts
 from services.gateway.responses.store import ResponseStore
 from services.ports.idempotency import RecordLimits
 from services.rpc.server import RpcServer, RpcService
+from services.runtime.audit import AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.ids import Ids
 from tests.support.keyed_gateways import NAMES_SECRET, Fleet, Gateway, gateways
@@ -81,8 +82,10 @@ class Caller:
 
 
 @asynccontextmanager
-async def keyed_faces(redis_url: str, **options: Any) -> AsyncIterator[Faces]:
-    fleet = Fleet()
+async def keyed_faces(
+    redis_url: str, *, audit: AuditRecorder | None = None, **options: Any
+) -> AsyncIterator[Faces]:
+    fleet = Fleet(audit=audit)
     async with AsyncExitStack() as stack:
         pair = await stack.enter_async_context(gateways(redis_url, fleet, 2, **options))
         stubs = [await stack.enter_async_context(_grpc(gateway)) for gateway in pair]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -49,11 +49,13 @@ from services.gateway.telemetry import GatewayTelemetry
 from services.ports.idempotency import IdempotencyStore, RecordLimits
 from services.ports.worker import SequenceSink
 from services.rpc.status import by_reason
+from services.runtime.audit import AuditRecorder
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.grpc_gateway import Prices, checked_of
 from tests.support.metered import MeteredLimiter
+from tests.support.safety import FixedPacks, ScriptedClassifiers, desk_of
 from tests.support.tenant_keys import record_cipher, tenant_keys
 
 CLOCK = SystemClock()
@@ -88,6 +90,11 @@ class Fleet:
     # How outputs are written.
     form: OutputForm | None = None
     keys: TenantKeys = field(default_factory=tenant_keys)
+    # The safety packs that requests obey, what judges by them, and the text of a token.
+    packs: FixedPacks = field(default_factory=FixedPacks)
+    classifiers: ScriptedClassifiers = field(default_factory=ScriptedClassifiers)
+    audit: AuditRecorder | None = None
+    text_of: Callable[[int, int], str] = lambda position, found: f"{found} "
 
 
 class Validator:
@@ -116,6 +123,9 @@ class Validator:
 
     def resolve_short(self, *_: Any) -> None:
         return None
+
+    async def decoded(self, tenant_id: str, version_digest: str, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
     async def resolve(
         self,
@@ -202,7 +212,8 @@ class Running:
         self.sink.on_accepted()
         generation, choice = self.spec.generation, self.spec.choice
         position = len(self.spec.produced_ids)
-        chars = sum(len(f"{each} ") for each in self.spec.produced_ids)
+        text_of = self.fleet.text_of
+        chars = sum(len(text_of(at, each)) for at, each in enumerate(self.spec.produced_ids))
         assert chars == self.spec.delivered_chars, "a resume that would repeat or lose text"
         while self.live and position < generation.limits.max_tokens:
             await asyncio.sleep(self.fleet.step_s)
@@ -222,9 +233,10 @@ class Running:
     def _emit(self, position: int, found: int) -> None:
         self.credits -= 1
         self.fleet.engine_tokens += 1
-        top = TokenLogprobs(-0.5, (found,), (-0.5,), (f"{found} ",), f"{found} ")
+        text = self.fleet.text_of(position, found)
+        top = TokenLogprobs(-0.5, (found,), (-0.5,), (text,), text)
         logprobs = (top,) if self.spec.generation.sampling.logprobs is not None else ()
-        self.sink.on_tokens(position, [found], f"{found} ", logprobs)
+        self.sink.on_tokens(position, [found], text, logprobs)
 
 
 class Workers:
@@ -437,6 +449,8 @@ async def _gateway(
         pressure=lambda digest: fleet.pressure.get(digest, 0.0),
         responses=cache if options.responses is not None else None,
         gate=EgressGate(Identity(fleet).record, lambda: 1, CLOCK, metrics),
+        packs=fleet.packs,  # type: ignore[arg-type]
+        safety=desk_of(fleet.classifiers, supervisor=supervisor, metrics=metrics, audit=fleet.audit),
     )
     identity: Any = Identity(fleet)
     keyed = KeyedPorts(

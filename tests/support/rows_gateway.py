@@ -55,6 +55,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.safety.packs import SafetyPacks
+from services.gateway.safety.verdicts import RowClassifiers
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
@@ -73,6 +74,7 @@ from simulator.stores.idempotency import MemoryIdempotency
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_batches import memory_batches
 from tests.support.row_versions import LocalRows
+from tests.support.safety import desk_of
 from tests.support.stored_responses import memory_responses
 from tests.unit.gateway.conftest import View
 
@@ -152,7 +154,10 @@ class RowsGateway:
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
             self.deploy(name)
-        self.ports = replace(self._ports(), packs=SafetyPacks(self.catalog, files))
+        ports = replace(self._ports(), packs=SafetyPacks(self.catalog, files))
+        classifiers = RowClassifiers(self.catalog, self.runner, ports)
+        desk = desk_of(classifiers, supervisor=self.supervisor, metrics=self.metrics)
+        self.ports = replace(ports, safety=desk)
         validator = Validator(self.catalog, self.identity, Random(0))
         parts: Any = {
             "validator": validator,

@@ -75,6 +75,9 @@ from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.safety.packs import SafetyPacks
+from services.gateway.safety.record import SafetyRecord
+from services.gateway.safety.requests import SafetyDesk
+from services.gateway.safety.verdicts import RowClassifiers
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -311,6 +314,9 @@ def _gateway_services(
         packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
+    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
+    classifiers = RowClassifiers(catalog, runner, ports)
+    ports = replace(ports, safety=SafetyDesk(classifiers, record, clock, environment.supervisor))
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,

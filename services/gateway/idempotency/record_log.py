@@ -131,6 +131,10 @@ class ChoiceLog:
         found = [token for piece in self.pieces for token in piece.ids]
         return tuple(found[: place.tokens])
 
+    def text(self, place: Place) -> str:
+        """Return the text before a place."""
+        return "".join([piece.text for piece in self.pieces])[: place.chars]
+
     def unrecorded(self, *, all_of_it: bool) -> list[Piece]:
         """Return what the record lacks; the last piece with tokens only with ``all_of_it``.
 

@@ -105,7 +105,8 @@ class RecordReader:
         found = self.broadcast.log.choices
         produced = [Produced()] * (max(found, default=-1) + 1)
         for number, choice in found.items():
-            produced[number] = Produced(choice.ids(choice.recorded), choice.recorded.chars)
+            at = choice.recorded
+            produced[number] = Produced(choice.ids(at), at.chars, choice.text(at))
         return EarlierRun(terms, tuple(produced))
 
     def _take(self, entry: AcceptedTerms | Resumed | Output | End | RecordedFailure) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import structlog
 
 from fairway.v1 import inference_pb2
-from services.core.errors import FailedPrecondition, FairwayError
-from services.core.generation import GenerationSpec, Principal
+from services.core.errors import FailedPrecondition, FairwayError, Unavailable
+from services.core.generation import NO_USAGE, GenerationSpec, Principal
 from services.core.limits import WORK, Claim, Limit, LimitKind, Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
@@ -36,7 +37,9 @@ from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import Admitted, Resume
 from services.gateway.requests.validate import Checked, Validator, session_key_of
+from services.gateway.safety.inputs import filtered_generation
 from services.gateway.safety.packs import SafetyTerms
+from services.gateway.safety.requests import Asker, RequestSafety
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF, seconds_of
@@ -44,6 +47,9 @@ from services.runtime.identity import KeyDirectory, model_not_found
 from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
+
+# Versions of a request whose input is filtered: of its route, of a larger size, of a smaller model.
+_MOST_VERSIONS: Final = 3
 
 
 class RequestAdmission:
@@ -79,12 +85,15 @@ class RequestAdmission:
         self._quotas.require_recorded(payer)
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
-        safety = await self._obeyed(payer, route.version_digest, session_key, resume)
+        asker = self._asker(principal, request, payer, checked.priority, session_key)
+        safety = self._judged(await self._obeyed(payer, route.version_digest, session_key, resume), asker)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
         short = (
-            None if resume is not None else self._short(principal, generation, request_id, checked, bounds)
+            None
+            if resume is not None or safety is not None
+            else self._short(principal, generation, request_id, checked, bounds)
         )
         early = ((), NO_PRICE) if short is None else self._claims(payer, short)
         quota = await self._quotas.reserve(principal.tenant_id, request_id, due, *early)
@@ -94,15 +103,8 @@ class RequestAdmission:
             if short is not None:
                 spec = short
             else:
-                spec = await self._validator.resolve(principal, generation, request_id, checked, bounds, form)
-                if resume is None:
-                    spec, degradations = await self._degraded(
-                        principal, generation, spec, payer.tenant, bounds
-                    )
-                else:  # a resumed request keeps its terms, regardless of the present pressure
-                    degradations = resume.degradations
-                    spec = replace(spec, size=resume.size)
-            spec, safety = await self._obeying(spec, route.version_digest, safety)
+                found = await self._resolved(principal, generation, request, safety, asker, checked, form)
+                spec, degradations, generation, safety = found
             telemetry.degraded(degradations, anew=resume is None)
             self._check_quarantine(spec)
             claims, price = early if short is not None else self._claims(payer, spec)
@@ -113,6 +115,8 @@ class RequestAdmission:
                 timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
                 await terms.settlement.accept(terms_of(spec, degradations, self._ports.clock.unix_s()))
         except BaseException as error:
+            if safety is not None:
+                safety.end(NO_USAGE)
             await quota.undo(error)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
@@ -121,7 +125,7 @@ class RequestAdmission:
         admitted = Admitted(
             spec, quota.reservation, payer, ticket, terms, ports, limits, telemetry, degradations
         )
-        reroute = partial(self._reroute, principal, generation, bounds)
+        reroute = partial(self._reroute, principal, generation, bounds, asker)
         egress = ports.egress(principal.tenant_id, terms.received)
         return replace(admitted, price=price, reroute=reroute, egress=egress, safety=safety)
 
@@ -140,17 +144,77 @@ class RequestAdmission:
             return await packs.pinned(model, version_digest, resume.safety)
         return await packs.terms(model, version_digest, payer.tenant, session_key)
 
-    async def _obeying(
-        self, spec: GenerationSpec, version_digest: str, safety: SafetyTerms | None
-    ) -> tuple[GenerationSpec, SafetyTerms | None]:
-        """Return a request with what it obeys, which was found for ``version_digest``: another version has
-        another pack of its own."""
-        packs = self._ports.packs
-        if packs is not None and spec.version_digest != version_digest:
-            pins = SafetyPins() if safety is None else safety.pins
-            model = self._catalog.model_of(spec.version_digest)
-            safety = await packs.pinned(model, spec.version_digest, pins)
-        return replace(spec, safety=None if safety is None else safety.pins), safety
+    async def _obeyed_on(self, version_digest: str, safety: RequestSafety | None) -> SafetyTerms | None:
+        """Return what a request obeys on another version: that has another pack of its own."""
+        packs, pins = self._ports.packs, SafetyPins() if safety is None else safety.terms.pins
+        if packs is None:
+            return None
+        return await packs.pinned(self._catalog.model_of(version_digest), version_digest, pins)
+
+    def _asker(
+        self, principal: Principal, request: Request, payer: Payer, priority: Priority, session_key: str
+    ) -> Asker:
+        terms = request.terms
+        deadline_s = terms.received.monotonic_s + terms.timeout_s
+        return Asker(
+            request.request_id, principal, payer, priority, session_key, deadline_s, request.timer.traceparent
+        )
+
+    def _judged(self, terms: SafetyTerms | None, asker: Asker) -> RequestSafety | None:
+        """Return what judges a request by the packs that it obeys."""
+        if terms is None:
+            return None
+        assert self._ports.safety is not None, "packs without what judges by them"
+        return self._ports.safety.open(terms, asker)
+
+    async def _filtered(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        version_digest: str,
+        safety: RequestSafety | None,
+        *,
+        anew: bool,
+    ) -> inference_pb2.Generation:
+        """Return the generation as the version may read it. Raises ContentFiltered."""
+        if safety is None:
+            return generation
+        decode = partial(self._validator.decoded, principal.tenant_id, version_digest)
+        return await filtered_generation(safety, generation, decode, anew=anew)
+
+    async def _resolved(
+        self,
+        principal: Principal,
+        generation: inference_pb2.Generation,
+        request: Request,
+        safety: RequestSafety | None,
+        asker: Asker,
+        checked: Checked,
+        form: OutputForm | None,
+    ) -> tuple[GenerationSpec, tuple[Degradation, ...], inference_pb2.Generation, RequestSafety | None]:
+        """Return what is served, how it differs from the request, what is read of it, and what judges it.
+
+        The length of the prompt and the pressure decide on the version too: for another than that of the
+        route, the input is filtered again.
+        """
+        resume, payer, digest = request.terms.resume, asker.payer, checked.route.version_digest
+        bounds = payer.bounds if resume is None else NO_BOUNDS
+        before: SafetyPins | None = None
+        degradations: tuple[Degradation, ...] = () if resume is None else resume.degradations
+        for _ in range(_MOST_VERSIONS):
+            pins = None if safety is None else safety.terms.pins
+            anew = resume is None and pins != before
+            read = await self._filtered(principal, generation, digest, safety, anew=anew)
+            spec = await self._validator.resolve(principal, read, request.request_id, checked, bounds, form)
+            if resume is None:
+                spec, degradations = await self._degraded(principal, read, spec, payer.tenant, bounds)
+            else:  # a resumed request keeps its terms, regardless of the present pressure
+                spec = replace(spec, size=resume.size)
+            if self._ports.packs is None or spec.version_digest == digest:
+                return replace(spec, safety=pins), degradations, read, safety
+            before, digest = pins, spec.version_digest
+            safety = self._judged(await self._obeyed_on(digest, safety), asker)
+        raise Unavailable("the request found another version on every try; send it again", retry_after_s=1.0)
 
     def _checked(
         self, principal: Principal, generation: inference_pb2.Generation, resume: Resume | None
@@ -198,6 +262,7 @@ class RequestAdmission:
         principal: Principal,
         generation: inference_pb2.Generation,
         bounds: RequestBounds,
+        asker: Asker,
         admitted: Admitted,
     ) -> Admitted:
         """Return a request without output on its model's present version; its reservation and terms stay."""
@@ -206,6 +271,10 @@ class RequestAdmission:
         asked.CopyFrom(generation)
         asked.model = before.model
         checked = self._validator.check(principal, asked)
+        digest, safety = checked.route.version_digest, admitted.safety
+        if digest != before.version_digest:
+            safety = self._judged(await self._obeyed_on(digest, safety), asker)
+            asked = await self._filtered(principal, asked, digest, safety, anew=True)
         spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
         self._check_quarantine(spec)
         most = min(spec.limits.max_tokens, before.limits.max_tokens)
@@ -214,8 +283,8 @@ class RequestAdmission:
             sampling=replace(spec.sampling, seed=before.sampling.seed),
             limits=replace(spec.limits, max_tokens=most, min_tokens=min(spec.limits.min_tokens, most)),
             size=before.size,
+            safety=None if safety is None else safety.terms.pins,
         )
-        spec, safety = await self._obeying(spec, before.version_digest, admitted.safety)
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
             await terms.settlement.accept(recorded)

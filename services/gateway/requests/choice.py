@@ -24,7 +24,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.core.poison.suspicion import Condemned
-from services.gateway.events import ChoiceResult, RequestSink
+from services.gateway.events import ChoiceResult, OutputSink
 from services.gateway.poison import condemned_error
 from services.gateway.policy.retry import PlaceAgain
 from services.gateway.requests.attempts import (
@@ -36,6 +36,7 @@ from services.gateway.requests.attempts import (
 )
 from services.gateway.requests.stage_timer import Stage, StageTimer
 from services.gateway.requests.terms import Admitted
+from services.gateway.safety.screen import OutputScreen
 
 log = structlog.get_logger()
 # A worker that lost its lease for a moment returns within it.
@@ -54,13 +55,15 @@ class ChoiceRun(SequenceAttempts):
         self,
         request: Admitted,
         choice: int,
-        sink: RequestSink,
+        sink: OutputSink,
         timer: StageTimer,
         scores: SharedScores,
+        screen: OutputScreen | None = None,
     ) -> None:
         """The sequence continues what an earlier run produced; its sink receives only the later output.
 
         ``scores``: those of the prompt, which the request's choices share. Choice 0 is made first.
+        ``screen``: the sink, where it holds output until its verdicts; None: nothing is held.
         """
         super().__init__(request.spec, request.ports, request.queue_ttl_s)
         produced = request.produced(choice)
@@ -70,6 +73,7 @@ class ChoiceRun(SequenceAttempts):
         self._request = request
         self._clock = request.ports.clock
         self._sink = sink
+        self._screen = screen
         self._pace = request.telemetry.pace()
         self._first_run = True  # the worker computes the prompt for the first time
         self._granted = bool(produced.ids)  # whether it ever had a placement
@@ -131,6 +135,10 @@ class ChoiceRun(SequenceAttempts):
             if again.delay_s > 0:
                 await self._clock.sleep(again.delay_s)
 
+    def filtered(self) -> ChoiceResult:
+        """Return the result of a run that was cancelled because of its output, which is charged."""
+        return self._result(SequenceEnd(FinishReason.FILTERED, output_tokens=self.output_tokens))
+
     def credit(self, tokens: int) -> None:
         """The transport took ``tokens``: the worker earns as much credit, sent in quarters of the window."""
         self._taken += tokens
@@ -142,15 +150,25 @@ class ChoiceRun(SequenceAttempts):
         """The client's own window grew. Without a client window this has no effect."""
         if self._allowed is not None:
             self._allowed += tokens
+            if self._screen is not None:
+                self._screen.allow(self.choice, tokens)
             self._extend()
 
     def _credit_limit(self) -> int:
         """The output offset up to which tokens may arrive.
 
         Unread tokens of a wide client window are buffered here, so it never widens this process's own window.
+        What a screen holds, no reader can take: it leaves the room of both windows as it is.
         """
         limit = self._taken_output + self._window
-        return limit if self._allowed is None else min(limit, self._allowed)
+        if self._allowed is not None:
+            limit = min(limit, self._allowed)
+        return limit if self._screen is None else limit + self._screen.held(self.choice)
+
+    def _extend_for_held(self) -> None:
+        """Earn what is held, before the worker runs out of credit."""
+        if (self._limit - len(self._produced)) * 4 < self._window:
+            self._extend()
 
     @property
     def _taken_output(self) -> int:
@@ -370,6 +388,8 @@ class ChoiceRun(SequenceAttempts):
         produced.extend(output)
         self._chars += len(text)
         self._sink.on_tokens(self.choice, offset, ids, text, logprobs)
+        if self._screen is not None:
+            self._extend_for_held()
 
     def _take_scores(self, offset: int, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
         """Send what the first choice received of the prompt, as far as this one lacks it."""

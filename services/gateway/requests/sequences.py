@@ -13,6 +13,7 @@ from services.gateway.requests.choice import ChoiceRun, SharedScores
 from services.gateway.requests.request import Request
 from services.gateway.requests.terms import Admitted
 from services.gateway.response_cache import CachedAnswer, CollectedAnswer, ResponseCache
+from services.gateway.safety.screen import OutputScreen
 
 
 def work_of(admitted: Admitted, sink: RequestSink, request: Request) -> Sequences:
@@ -33,6 +34,7 @@ class Sequences:
         self._sink = sink
         self._request = request
         self._results: tuple[ChoiceResult, ...] = ()
+        self._screen: OutputScreen | None = None
 
     @property
     def replaceable(self) -> bool:
@@ -52,24 +54,36 @@ class Sequences:
         admitted, spec = self._admitted, self._admitted.spec
         admitted.telemetry.accepted(admitted.tenant.meta.name, spec)
         scores = SharedScores(spec.scored_tokens, min(len(admitted.produced(0).ids), spec.scored_tokens))
-        timer = self._request.timer
+        timer, sink, screen = self._request.timer, self._sink, self._screened()
         self.choices = tuple(
-            ChoiceRun(admitted, choice, self._sink, timer.fork(), scores) for choice in range(spec.choices)
+            ChoiceRun(admitted, choice, screen or sink, timer.fork(), scores, screen)
+            for choice in range(spec.choices)
         )
         for run in self.choices:
             run.allow(self._request.allowed)
         self._sink.on_accepted(self._accepted())
         if admitted.accepted is not None:
             admitted.accepted()
+        self._results = await self._run_choices()
+
+    async def _run_choices(self) -> tuple[ChoiceResult, ...]:
+        run_one = ChoiceRun.run if self._screen is None else self._screen.run
         if len(self.choices) == 1:
-            self._results = (await self.choices[0].run(),)
-            return
+            return (await run_one(self.choices[0]),)
         try:
             async with TaskGroup() as group:
-                tasks = [group.create_task(run.run()) for run in self.choices]
+                tasks = [group.create_task(run_one(run)) for run in self.choices]
         except BaseExceptionGroup as failures:
             raise first_failure(failures) from None
-        self._results = tuple(task.result() for task in tasks)
+        return tuple(task.result() for task in tasks)
+
+    def _screened(self) -> OutputScreen | None:
+        """Return what holds the output of this run until its verdicts; None: it has no safety pack."""
+        admitted = self._admitted
+        if admitted.safety is not None:
+            window = admitted.terms.client_window
+            self._screen = OutputScreen(admitted.safety, admitted.spec, self._sink, admitted.released, window)
+        return self._screen
 
     async def reroute(self) -> None:
         """Resolve the request again; its next run is accepted again, and copied for no shadow version."""
@@ -77,6 +91,8 @@ class Sequences:
         self._admitted = replace(await self._admitted.reroute(self._admitted), accepted=None)
 
     def report(self) -> RequestUsage:
+        if self._admitted.safety is not None:
+            self._admitted.safety.end(self.usage)
         return self._admitted.usage_report(self.usage)
 
     async def finished(self, usage: Usage) -> Finished:

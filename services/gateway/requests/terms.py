@@ -12,7 +12,7 @@ from services.core.generation import GenerationSpec, Usage
 from services.core.limits import Price
 from services.core.outputs.forms import OutputForm
 from services.core.records import Tenant
-from services.core.safety import SafetyPins
+from services.core.safety import REDACTED_ID, SafetyPins
 from services.core.usage import RequestUsage
 from services.gateway.catalog import PinnedVersion
 from services.gateway.events import Finished, Received
@@ -20,7 +20,7 @@ from services.gateway.idempotency.record_codec import AcceptedTerms
 from services.gateway.policy.claims import Payer
 from services.gateway.policy.degrade import Degradation
 from services.gateway.requests.egress import StreamEgress
-from services.gateway.safety.packs import SafetyTerms
+from services.gateway.safety.requests import RequestSafety
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
@@ -32,6 +32,12 @@ class Produced:
 
     ids: tuple[int, ...] = ()
     chars: int = 0
+    text: str = ""  # the text; empty where no safety pack reads on
+
+    @property
+    def redacted(self) -> bool:
+        """Whether tokens of it are not known: nothing can be continued after them."""
+        return REDACTED_ID in self.ids
 
 
 _NOTHING: Final = Produced()
@@ -108,8 +114,8 @@ class Admitted:
     egress: StreamEgress | None = None
     # Called once, when its first run on a worker is accepted.
     accepted: Callable[[], None] | None = None
-    # What it obeys, as ``spec.safety`` names it; None: nothing.
-    safety: SafetyTerms | None = None
+    # What judges its texts by the packs that ``spec.safety`` names; None: nothing.
+    safety: RequestSafety | None = None
 
     def usage_report(self, usage: Usage) -> RequestUsage:
         """Return the event of the usage ledger for the settled request."""
@@ -132,10 +138,15 @@ class Admitted:
         """The longest time in the scheduler's queue."""
         return min(self.limits.queue_ttl_s, self.terms.timeout_s)
 
+    @property
+    def released(self) -> tuple[Produced, ...]:
+        """What the sink has of an earlier run, by choice."""
+        return self.terms.resume.produced if self.terms.resume is not None else ()
+
     def produced(self, choice: int) -> Produced:
-        """Return what an earlier run produced for a choice."""
-        produced = self.terms.resume.produced if self.terms.resume is not None else ()
-        return produced[choice] if choice < len(produced) else _NOTHING
+        """Return what an earlier run produced for a choice; nothing where that cannot be continued."""
+        found = self.released[choice] if choice < len(self.released) else _NOTHING
+        return _NOTHING if found.redacted else found
 
 
 def usage_of(

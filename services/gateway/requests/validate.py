@@ -362,6 +362,13 @@ class Validator:
         _check_within("tokens", ids, model.vocab_size)
         return await self._tokeniser.decode(model, principal.tenant_id, ids)
 
+    async def decoded(self, tenant_id: str, version_digest: str, ids: Sequence[int]) -> str:
+        """Return the text of token ids of a version, however many. Raises InvalidInput."""
+        model = await self._catalog.text_model(version_digest)
+        _check_within("token_ids", ids, model.vocab_size)
+        parts = [ids[at : at + _MAX_DECODED] for at in range(0, len(ids), _MAX_DECODED)]
+        return "".join([await self._tokeniser.decode(model, tenant_id, part) for part in parts])
+
     def check_rows(self, principal: Principal, request: RowsMessage) -> Checked:
         """Return the route and class of a request of a fixed-cost model, before its inputs are processed.
 

@@ -92,6 +92,16 @@ def id_rows(
     return PreparedRows(tuple(found), tuple(counts))
 
 
+def token_ids_of(rows: PreparedRows) -> list[list[int]]:
+    """Return the token ids of each row; none of rows that have no text."""
+    return [
+        np.frombuffer(tensor.data, np.int64).tolist()
+        for row in rows.rows
+        for tensor in row
+        if tensor.name == "input_ids"
+    ]
+
+
 def check_ids(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], vocab_size: int, field: str) -> None:
     """Return if every id is within the vocabulary that it will index. Raises InvalidInput."""
     if ids.min() < 0 or ids.max() >= vocab_size:

@@ -44,6 +44,7 @@ from services.gateway.rows.inputs import (
     picture_rows,
     tensor_rows,
     text_rows,
+    token_ids_of,
 )
 from services.gateway.rows.results import (
     Vector,
@@ -55,7 +56,7 @@ from services.gateway.rows.results import (
     scores,
     vectors,
 )
-from services.gateway.rows.work import Rows, RowsAnswer, RowsJob, RowsParts, decode_answer
+from services.gateway.rows.work import RowFilter, Rows, RowsAnswer, RowsJob, RowsParts, decode_answer
 from services.gateway.service_types import RowsMessage
 from services.gateway.text.text_model import TextModel
 from services.rpc import bounds
@@ -106,14 +107,16 @@ class RowsService:
     ) -> Embeddings:
         """Return the vector of each input. Cancelling the call cancels the request."""
 
-        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+        async def prepare(model: TextModel, signature: Signature, safe: RowFilter) -> PreparedRows:
             check_dimensions(request.dimensions, signature)
             if bool(request.inputs) == bool(request.token_ids):
                 problem = "has both inputs and token_ids" if request.inputs else "has no inputs"
                 raise InvalidInput(f"the request {problem}", field="inputs")
             cut_to = _cut_to(request)
             if request.inputs:
-                return await self._texts(principal, model, request.inputs, (), cut_to, "inputs")
+                inputs = await safe.texts(request.inputs, "inputs")
+                return await self._read(safe, model, inputs, (), cut_to, "inputs")
+            await safe.check_ids(model, [row.ids for row in request.token_ids], "token_ids")
             most = signature.max_tokens
             return id_rows(
                 [row.ids for row in request.token_ids],
@@ -141,15 +144,17 @@ class RowsService:
     ) -> Scores:
         """Return how well each pair matches. Cancelling the call cancels the request."""
 
-        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+        async def prepare(model: TextModel, signature: Signature, safe: RowFilter) -> PreparedRows:
             firsts, seconds = request.firsts, request.seconds
             if not firsts or not seconds or len(firsts) not in (1, len(seconds)):
                 raise InvalidInput(
                     f"firsts has {len(firsts)} texts for {len(seconds)} second texts: send one, or as many",
                     field="firsts",
                 )
-            pairs = firsts if len(firsts) > 1 else [*firsts] * len(seconds)
-            return await self._texts(principal, model, pairs, seconds, _cut_to(request), "seconds")
+            left = await safe.texts(firsts, "firsts")
+            right = await safe.texts(seconds, "seconds")
+            pairs = left if len(left) > 1 else [*left] * len(right)
+            return await self._read(safe, model, pairs, right, _cut_to(request), "seconds")
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
@@ -166,10 +171,10 @@ class RowsService:
     ) -> Scores:
         """Return how well each document matches the query, in the order of the request."""
 
-        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
-            queries = [request.query] * len(request.documents)
-            cut_to = _cut_to(request)
-            return await self._texts(principal, model, queries, request.documents, cut_to, "documents")
+        async def prepare(model: TextModel, signature: Signature, safe: RowFilter) -> PreparedRows:
+            queries = [*await safe.texts([request.query], "query")] * len(request.documents)
+            documents = await safe.texts(request.documents, "documents")
+            return await self._read(safe, model, queries, documents, _cut_to(request), "documents")
 
         terms = self._terms(principal, request, received, timeout_s)
         job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
@@ -183,15 +188,21 @@ class RowsService:
         *,
         received: Received,
         timeout_s: float | None = None,
+        filtered: bool = True,
     ) -> Inferred:
-        """Return the outputs of all rows. Cancelling the call cancels the request."""
+        """Return the outputs of all rows. Cancelling the call cancels the request.
+
+        Not ``filtered``: it is a verdict for a safety pack, so that none reads its input.
+        """
 
         classifies = bool(request.texts or request.images)
 
-        async def prepare(model: TextModel, signature: Signature) -> PreparedRows:
+        async def prepare(model: TextModel, signature: Signature, safe: RowFilter) -> PreparedRows:
             check_outputs(request.outputs, signature)
             if not classifies:
-                return tensor_rows(request.inputs, signature)
+                rows = tensor_rows(request.inputs, signature)
+                await safe.check_ids(model, token_ids_of(rows), "inputs")
+                return rows
             if request.inputs or (request.texts and request.images):
                 raise InvalidInput("the rows are of two kinds: send inputs, texts or images", field="inputs")
             if request.images:
@@ -199,7 +210,8 @@ class RowsService:
                 texts, tenant_id = self._parts.catalog.texts, principal.tenant_id
                 return await picture_rows(texts, model, tenant_id, signature, request.images)
             check_probabilities(len(request.texts), signature.classes, "texts")
-            return await self._texts(principal, model, request.texts, (), _cut_to(request), "texts")
+            passed = await safe.texts(request.texts, "texts")
+            return await self._read(safe, model, passed, (), _cut_to(request), "texts")
 
         def join(ends: Sequence[RowEnd], signature: Signature) -> tuple[RawTensor, ...]:
             outputs = output_tensors(ends, request.outputs, signature)
@@ -209,7 +221,8 @@ class RowsService:
             return (*outputs, *class_outputs(logits, signature.classes))
 
         terms = self._terms(principal, request, received, timeout_s)
-        job = RowsJob(principal, request, terms, [Operation.CLASSIFY] if classifies else ALL, prepare, join)
+        operations = [Operation.CLASSIFY] if classifies else ALL
+        job = RowsJob(principal, request, terms, operations, prepare, join, filtered)
         answer = await self._answer(job)
         return Inferred(answer, answer.outputs)
 
@@ -236,9 +249,9 @@ class RowsService:
             text = f"no replica of {route.model} is ready"
             raise NoWorkerAvailable(text, retry_after_s=_READY_RETRY_S, model=route.model)
 
-    async def _texts(
+    async def _read(
         self,
-        principal: Principal,
+        safe: RowFilter,
         model: TextModel,
         firsts: Sequence[str],
         seconds: Sequence[str],
@@ -246,7 +259,7 @@ class RowsService:
         field: str,
     ) -> PreparedRows:
         texts = self._parts.catalog.texts
-        return await text_rows(texts, model, principal.tenant_id, firsts, seconds, cut_to=cut_to, field=field)
+        return await text_rows(texts, model, safe.tenant_id, firsts, seconds, cut_to=cut_to, field=field)
 
     def _terms(
         self, principal: Principal, request: RowsMessage, received: Received, timeout_s: float | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ from services.gateway.requests.stage_timer import Stage
 from services.gateway.requests.terms import RunTerms, usage_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.rows.inputs import PreparedRows
+from services.gateway.safety.inputs import ids_refused
+from services.gateway.safety.requests import Asker, RequestSafety
 from services.gateway.service_types import Ports, RowsMessage
 from services.gateway.slis import subject_of
 from services.gateway.text.text_model import TextModel
@@ -42,8 +45,6 @@ from services.ports.rows import RowRunner
 from services.rpc.convert.inference import seconds_of
 
 _SHAPED_ROWS: Final = 64  # most rows of a request whose widths are recorded
-# Returns the rows of the request for a version, within the tenant's quotas.
-Prepare = Callable[[TextModel, Signature], Awaitable[PreparedRows]]
 # Returns the outputs of the request from the ends of its rows, none of them an error.
 Join = Callable[[Sequence[RowEnd], Signature], tuple[RawTensor, ...]]
 
@@ -60,6 +61,39 @@ class RowsParts:
     prefills: RowRunner  # runner of the rows of decoders that embed
 
 
+@dataclass(frozen=True, slots=True)
+class RowFilter:
+    """What the texts of a request pass through before they become rows."""
+
+    validator: Validator
+    tenant_id: str
+    # None: they have no safety pack.
+    safety: RequestSafety | None
+    # Whether the request is prepared for the first time under this pack.
+    anew: bool
+
+    async def texts(self, texts: Sequence[str], field: str) -> Sequence[str]:
+        """Return the texts as the model may read them. Raises ContentFiltered."""
+        if self.safety is None or not texts:
+            return texts
+        return await self.safety.inputs(texts, lambda at: f"{field}[{at}]", anew=self.anew)
+
+    async def check_ids(self, model: TextModel, rows: Sequence[Sequence[int]], field: str) -> None:
+        """Return if the text of token ids passes as it is. Raises ContentFiltered, InvalidInput."""
+        if self.safety is None:
+            return
+        decode = partial(self.validator.decoded, self.tenant_id, model.version_digest)
+        texts = [await decode(ids) for ids in rows]
+        passed = await self.texts(texts, field)
+        for at, (text, before) in enumerate(zip(passed, texts, strict=True)):
+            if text != before:
+                raise ids_refused(f"{field}[{at}]")
+
+
+# Returns the rows of the request for a version, within the tenant's quotas.
+Prepare = Callable[[TextModel, Signature, RowFilter], Awaitable[PreparedRows]]
+
+
 class RowsJob(Struct, frozen=True):
     """One request as its interface received it, and what that does with it."""
 
@@ -69,6 +103,7 @@ class RowsJob(Struct, frozen=True):
     operations: Sequence[Operation]  # operations of the models that it takes
     prepare: Prepare
     join: Join
+    filtered: bool = True  # whether the tenant's safety packs read its input
 
 
 class RowsAnswer(Struct, frozen=True):
@@ -114,6 +149,8 @@ class Rows:
         self._ports = parts.ports
         self._request = request
         self._ends: tuple[RowEnd, ...] = ()
+        self._safety: RequestSafety | None = None
+        self._filters_anew = False
 
     @property
     def usage(self) -> Usage:
@@ -138,6 +175,7 @@ class Rows:
         due = admission_limits(payer, anew=True)
         quota = await parts.quotas.reserve(tenant_id, self._request.request_id, due)
         try:
+            await self._open_safety()
             await self._prepare()
             price = self._price = parts.catalog.price(route.model, checked.priority)
             if claims := claims_of(payer, price, self._ready.rows.total_tokens):
@@ -145,8 +183,10 @@ class Rows:
                 await quota.claim(claims, price)
             await self._record()
         except BaseException as error:
+            self._end_safety()
             await quota.undo(error)
             raise
+        self._end_safety(self._ready.rows.total_tokens)
         self.reservation = quota.reservation
         return self
 
@@ -166,8 +206,39 @@ class Rows:
 
     async def reroute(self) -> None:
         self._checked = self._parts.validator.check_rows(self._job.principal, self._job.message)
+        await self._open_safety()
         await self._prepare()
+        self._end_safety(self._ready.rows.total_tokens)
         await self._record()
+
+    async def _open_safety(self) -> None:
+        """Read the rules of the request for the version of its route."""
+        desk, packs, job, request = self._ports.safety, self._ports.packs, self._job, self._request
+        if packs is None or not job.filtered:
+            return
+        digest, session_key = self._checked.route.version_digest, session_key_of(job.principal, job.message)
+        model = self._parts.catalog.model_of(digest)
+        terms = await packs.terms(model, digest, self._payer.tenant, session_key)
+        had, self._safety = self._safety, None
+        if terms is None:
+            return
+        assert desk is not None, "packs without what judges by them"
+        asker = Asker(
+            request.request_id,
+            job.principal,
+            self._payer,
+            self._checked.priority,
+            session_key,
+            request.terms.received.monotonic_s + request.terms.timeout_s,
+            request.timer.traceparent,
+        )
+        self._safety = desk.open(terms, asker)
+        self._filters_anew = had is None or had.terms.pins != terms.pins
+
+    def _end_safety(self, tokens: int = 0) -> None:
+        """Count the request for its pack, and charge its verdicts: rows have no output that is judged."""
+        if self._safety is not None:
+            self._safety.end(Usage(tokens, 0))
 
     def report(self) -> RequestUsage:
         route, unix_s = self._ready.route, self._ports.clock.unix_s()
@@ -224,7 +295,9 @@ class Rows:
                 field="model",
                 operation=operation,
             )
-        rows = await job.prepare(model, signature)
+        tenant_id = self._payer.tenant.meta.name
+        texts = RowFilter(self._parts.validator, tenant_id, self._safety, self._filters_anew)
+        rows = await job.prepare(model, signature, texts)
         if self._ports.poisons is not None:
             self._ports.poisons.check_rows(route.model, route.version_digest, rows.rows)
         self._ready = _Ready(route, signature, rows)

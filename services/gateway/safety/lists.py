@@ -86,6 +86,7 @@ class TextScan:
 
     def __init__(self, rules: TextRules, *, arguments: bool = False) -> None:
         self.chars = 0  # the length of the text so far
+        self.revision = 0  # changes of the matches
         self._categories = rules.categories
         self._unescaping = JsonUnescaping() if arguments else None
         self._search = FoldedSearch(rules.plain, self._add)
@@ -114,6 +115,12 @@ class TextScan:
             safe = min(safe, self._unescaping.held_from(self.chars))
         return safe if self._base64 is None else min(safe, self._base64.held_from(self.chars))
 
+    def forget(self, chars: int) -> None:
+        """Drop the matches that end within the first ``chars`` characters."""
+        for spans in self._spans.values():
+            if spans and spans[0][1] <= chars:
+                del spans[: bisect_right(spans, chars, key=lambda span: span[1])]
+
     def feed(self, text: str) -> None:
         start = self.chars
         self.chars = end = start + len(text)
@@ -138,6 +145,7 @@ class TextScan:
 
     def _add(self, rule: int, start: int, end: int) -> None:
         """Add a match, as one with those of its rule that it overlaps."""
+        self.revision += 1
         spans = self._spans.setdefault(rule, [])
         first = last = bisect_right(spans, start, key=lambda span: span[1])
         while last < len(spans) and spans[last][0] < end:

@@ -111,9 +111,9 @@ def _answer(encoder: TextEncoder | RowEncoder, order: Order) -> Answer:
         return RowsEncoded(rows_of(encoder).encode_rows(order.rows))
     if isinstance(order, DecodePicture):
         return PictureDecoded(rows_of(encoder).decode_picture(order.picture))
-    assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, DecodeTokens):
         return Decoded(DecodedText(encoder.decode(order.run.ids)))
+    assert isinstance(encoder, TextEncoder), "a prompt of a fixed-cost model"
     if isinstance(order, EncodePrompt):
         ids = encoder.encode_prompt(order.text)
     else:

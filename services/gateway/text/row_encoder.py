@@ -45,6 +45,12 @@ class RowEncoder:
         self._tokenizer = tokenizer
         self._pictures = pictures
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included. Raises UnsupportedFeature."""
+        if self._tokenizer is None:
+            raise UnsupportedFeature("this model has no tokenizer, so that its tokens have no text")
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
     def encode_rows(self, rows: RowTexts) -> EncodedRows:
         """Return the tokens of each row, with the special tokens that the tokenizer adds.
 

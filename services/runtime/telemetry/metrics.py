@@ -30,6 +30,7 @@ COUNTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 OTHER: Final = "other"
 MAX_CHILDREN: Final = 20_000
+_MAX_CATEGORIES: Final = 200
 
 
 class LabelCap:
@@ -151,7 +152,7 @@ class _Read:
 class Metrics(Collector):
     """The metrics of one process. ``registry`` is what Prometheus reads; read it on the event loop.
 
-    ``tenant``, ``model`` and ``version`` bound the labels of that name; operators create what they name.
+    ``tenants``, ``models``, ``versions`` and ``categories`` bound labels; operators create what they name.
     """
 
     def __init__(self, *, max_tenants: int = 1000, max_models: int = 200, max_versions: int = 400) -> None:
@@ -160,6 +161,7 @@ class Metrics(Collector):
         self.tenants = LabelCap(max_tenants)
         self.models = LabelCap(max_models)
         self.versions = LabelCap(max_versions)
+        self.categories = LabelCap(_MAX_CATEGORIES)
         self._instruments: dict[str, Counter | Histogram | _Read] = {}
 
     def process(self) -> None:

@@ -126,9 +126,8 @@ class LocalTexts:
         return EncodedText(len(ids), ids if len(ids) <= model.max_context_tokens else ())
 
     async def decode(self, model: TextModel, tenant_id: str, run: TokenRun) -> str:
-        encoder = self._encoder(model)
-        assert isinstance(encoder, TextEncoder), "tokens of a fixed-cost model"
-        return await asyncio.get_running_loop().run_in_executor(self._executor, encoder.decode, run.ids)
+        decode = self._encoder(model).decode
+        return await asyncio.get_running_loop().run_in_executor(self._executor, decode, run.ids)
 
     async def read_rows(
         self, model: TextModel, tenant_id: str, rows: RowTexts, *, size_bytes: int
@@ -250,10 +249,12 @@ class GatewayNode:
             ),
             identity=identity,
             catalog=catalog,
-            ports=replace(
-                self._ports(telemetry, self.make_quarantine(store)),
-                serves=catalog.serves,
-                waking=catalog.waking,
+            ports=self.make_judged(
+                replace(
+                    self._ports(telemetry, self.make_quarantine(store)),
+                    serves=catalog.serves,
+                    waking=catalog.waking,
+                )
             ),
             limits=limits,
         )
@@ -335,6 +336,10 @@ class GatewayNode:
     def make_quarantine(self, store: Store) -> Quarantine:
         """Return the fleet's quarantine."""
         return StoreQuarantine(store, self._informers.quarantine, self._process.clock)
+
+    def make_judged(self, ports: Ports) -> Ports:
+        """Return the ports with what judges texts; by default nothing does."""
+        return ports
 
     def make_splits(self) -> Splits:
         """Return how this gateway reads the routes."""

@@ -16,10 +16,13 @@ from services.adapters.quarantine import MemoryQuarantine
 from services.controlplane.telemetry import MAX_NAMES, AlertTelemetry
 from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault
-from services.core.generation import GenerationSpec, OutputLimits, Prompt, Sampling
-from services.core.records import BurnAlert, Meta, Objective, Sli, SliStatus
+from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
+from services.core.records import BurnAlert, KeyRole, Meta, Objective, Sli, SliStatus
+from services.core.safety import Intervention
 from services.gateway.events import Received
 from services.gateway.poison import PoisonGate
+from services.gateway.safety.record import SafetyRecord
+from services.gateway.slis import SliRecorder
 from services.gateway.telemetry import GatewayTelemetry
 from services.rpc.status import by_reason
 from services.runtime.clock import SystemClock
@@ -254,3 +257,32 @@ def firing(metrics: Metrics) -> set[tuple[str, frozenset[str]]]:
         for alert in RULES
         if alert.startswith(("FairwayObjective", "FairwayBudget"))
     }
+
+
+def test_interventions_that_jump_alert_and_steady_ones_do_not() -> None:
+    rule, metrics, scrapes = RULES["FairwaySafetyInterventionsJump"], Metrics(), Scrapes()
+    record = SafetyRecord(metrics, SliRecorder(Metrics()))
+    caller = Principal("k", KeyRole.TENANT, "acme")
+    found = Intervention("block", "insult", "output", 0, 3, "00")
+
+    def minutes(first: int, last: int, each: int) -> None:
+        for minute in range(first, last):
+            for _ in range(each):
+                record.add(caller, "req_1", "sha256:p", found)
+            text = generate_latest(metrics.registry).decode()
+            scrapes.add(text, 60.0 * minute, job="gateway", instance="g")
+
+    minutes(0, 300, 3)
+    assert evaluate(rule, scrapes) == {}
+    minutes(300, 310, 40)
+    assert set(evaluate(rule, scrapes)) == {frozenset({("tenant", "acme"), ("category", "insult")})}
+
+
+def test_verdicts_that_are_missing_page() -> None:
+    rule, metrics, scrapes = RULES["FairwaySafetyVerdictsMissing"], Metrics(), Scrapes()
+    record = SafetyRecord(metrics, SliRecorder(Metrics()))
+    for minute in range(3):
+        for _ in range(4):
+            record.no_verdict("guard", "LATE")
+        scrapes.add(generate_latest(metrics.registry).decode(), 60.0 * minute, job="gateway", instance="g")
+    assert set(evaluate(rule, scrapes)) == {frozenset({("model", "guard"), ("reason", "LATE")})}

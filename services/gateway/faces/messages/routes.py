@@ -131,6 +131,7 @@ _EFFORTS: Final = {"max": "xhigh"}
 _REASONS: Final = {
     FinishReason.LENGTH: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
+    FinishReason.FILTERED: "refusal",
 }
 _EMPTY: Final = Raw(b"{}")
 _VERSION: Final = ("anthropic-version",)

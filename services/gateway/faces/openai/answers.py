@@ -35,6 +35,7 @@ _REASONS: Final = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.FILTERED: "content_filter",
 }
 _OBJECTS: Final = {
     "chat": ("chat.completion", "chat.completion.chunk"),

@@ -11,6 +11,7 @@ import msgspec
 
 from services.core.errors import (
     BudgetExceeded,
+    ContentFiltered,
     FairwayError,
     IdempotencyConflict,
     InternalError,
@@ -69,6 +70,7 @@ _TYPES: Final = {
 }
 _CODES: Final[tuple[tuple[type[FairwayError], str], ...]] = (
     (PromptTooLong, "context_length_exceeded"),
+    (ContentFiltered, "content_filter"),
     (ModelNotFound, "model_not_found"),
     (Unauthenticated, "invalid_api_key"),
     (BudgetExceeded, "insufficient_quota"),

@@ -30,6 +30,7 @@ from services.gateway.faces.responses.types import (
     MessageItem,
     ModelResponse,
     OutputItem,
+    OutputRefusal,
     OutputText,
     OutputTokensDetails,
     ReasoningItem,
@@ -57,6 +58,8 @@ _DELTAS: Final = {
 }
 _CUSTOM: Final = "response.custom_tool_call_input"
 _ITEM_PREFIXES: Final = {BlockKind.TEXT: "msg_", BlockKind.REASONING: "rs_", BlockKind.CALL: "fc_"}
+_REFUSAL: Final = "A safety policy ended this output."
+_INCOMPLETE: Final = {FinishReason.LENGTH: "max_output_tokens", FinishReason.FILTERED: "content_filter"}
 _encode: Final = msgspec.json.Encoder().encode
 
 # Called with the complete response, before its client receives it. Returns whether it is stored.
@@ -90,6 +93,17 @@ class ResponseEvents:
             )
             return added + self._part("response.content_part.added", place, event.block.kind, "")
         return self._closed(event, place, item)
+
+    def refusal(self, index: int, item: MessageItem, text: str) -> bytes:
+        """Return the events of an item that states why the output ended."""
+        part: dict[str, Any] = {"item_id": item.id, "output_index": index, "content_index": 0}
+        begun = structs.replace(item, status="in_progress", content=[])
+        opened = self._event("response.output_item.added", output_index=index, item=begun)
+        opened += self._event("response.content_part.added", **part, part=OutputRefusal(""))
+        delta = self._delta("response.refusal", part, text)
+        done = self._event("response.refusal.done", **part, refusal=text)
+        done += self._event("response.content_part.done", **part, part=OutputRefusal(text))
+        return opened + delta + done + self._event("response.output_item.done", output_index=index, item=item)
 
     def end(self, response: ModelResponse) -> bytes:
         """Return the last event, also to a client that has others of its number."""
@@ -181,13 +195,17 @@ class ResponseFrames(AnswerFrames):
 
     async def ending(self, number: int, event: Finished) -> bytes:
         last = self._events(self._blocks.end(event.choices[0]))
-        cut = event.choices[0].finish_reason is FinishReason.LENGTH
+        items, cut = self._items(), _INCOMPLETE.get(event.choices[0].finish_reason)
+        if event.choices[0].finish_reason is FinishReason.FILTERED:
+            refusal = _refusal(self.response.id, len(items))
+            last += self._out.refusal(len(items), refusal, _REFUSAL)
+            items.append(refusal)
         self.response = structs.replace(
             self.response,
             status="incomplete" if cut else "completed",
-            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            incomplete_details=IncompleteDetails(cut) if cut else None,
             completed_at=None if cut else int(self._now_s()),
-            output=self._items(),
+            output=items,
             usage=_usage(event),
         )
         if self.response.store and not await self._keep(self.response):
@@ -227,6 +245,9 @@ def replayed(response: ModelResponse, events: ResponseEvents) -> bytes:
     )
     found, tools = [events.opening(begun)], client_tools(response.tools)
     for index, item in enumerate(response.output):
+        if isinstance(item, MessageItem) and isinstance(said := item.content[0], OutputRefusal):
+            found.append(events.refusal(index, item, said.refusal))
+            continue
         block = _block(item)
         for event in (
             BlockOpened(index, block),
@@ -241,7 +262,8 @@ def _block(item: OutputItem) -> Block:
     cut = item.status == "incomplete"
     match item:
         case MessageItem():
-            return Block(BlockKind.TEXT, texts=[part.text for part in item.content], cut=cut)
+            texts = [part.text for part in item.content if isinstance(part, OutputText)]
+            return Block(BlockKind.TEXT, texts=texts, cut=cut)
         case ReasoningItem():
             return Block(BlockKind.REASONING, texts=[part.text for part in item.content], cut=cut)
         case FunctionCallItem():
@@ -251,6 +273,12 @@ def _block(item: OutputItem) -> Block:
             arguments = text_arguments(item.input)
             name = function_name(item.name, item.namespace or None)
             return Block(BlockKind.CALL, call_id=item.call_id, name=name, texts=[arguments], cut=cut)
+
+
+def _refusal(response_id: str, index: int) -> MessageItem:
+    """Return the item that follows an output which a safety pack ended."""
+    number = f"{response_id.removeprefix(ANSWER_PREFIXES['responses'])}_{index}"
+    return MessageItem(f"{_ITEM_PREFIXES[BlockKind.TEXT]}{number}", "completed", [OutputRefusal(_REFUSAL)])
 
 
 def _item(

@@ -188,6 +188,10 @@ class OutputText(Struct, frozen=True, tag="output_text", tag_field="type"):
     logprobs: list[str] = []
 
 
+class OutputRefusal(Struct, frozen=True, tag="refusal", tag_field="type"):
+    refusal: str
+
+
 class ReasoningPart(Struct, frozen=True, tag="reasoning_text", tag_field="type"):
     text: str
 
@@ -195,7 +199,7 @@ class ReasoningPart(Struct, frozen=True, tag="reasoning_text", tag_field="type")
 class MessageItem(Struct, frozen=True, tag="message", tag_field="type"):
     id: str
     status: str
-    content: list[OutputText]
+    content: list[OutputText | OutputRefusal]
     role: str = "assistant"
 
 

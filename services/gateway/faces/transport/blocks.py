@@ -37,7 +37,7 @@ class BlockKind(StrEnum):
 class Block:
     """``texts``: its pieces so far; of a call the arguments. ``call``: the call's number in the output.
 
-    ``cut``: the output reached its longest length within the block.
+    ``cut``: the output reached its longest length within the block, or a safety pack ended it there.
     """
 
     kind: BlockKind
@@ -94,7 +94,8 @@ class AnswerBlocks:
         """Add the last output, and close the open block, if there is one."""
         yield from self._add(result.parts)
         if self._open:
-            self.blocks[-1].cut = result.finish_reason is FinishReason.LENGTH and not self.blocks[-1].is_whole
+            cut = result.finish_reason in (FinishReason.LENGTH, FinishReason.FILTERED)
+            self.blocks[-1].cut = cut and not self.blocks[-1].is_whole
         yield from self._close()
 
     def _add(self, parts: Iterable[OutputPart]) -> Iterator[BlockEvent]:

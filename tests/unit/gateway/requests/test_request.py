@@ -40,6 +40,7 @@ from services.gateway.requests.egress import StreamEgress
 from services.gateway.requests.request import MAX_ROUTES, Request
 from services.gateway.requests.sequences import Sequences
 from services.gateway.requests.terms import Admitted, Charge, RunTerms
+from services.gateway.safety.requests import RequestSafety
 from services.gateway.service_types import GatewayLimits, Ports
 from services.ports.limiter import Reservation
 from services.ports.worker import SequenceSink
@@ -195,6 +196,7 @@ class Harness:
         self.reroute: Callable[[Admitted], Awaitable[Admitted]] | None = None
         self.copies = 0
         self.egress: StreamEgress | None = None
+        self.safety: RequestSafety | None = None
         self.limits = GatewayLimits(queue_ttl_s=5.0, window_tokens=8, placed_prefix_blocks=0)
         self.reason_of: Callable[[str, str], errors.FairwayError] = lambda _, text: errors.InvalidInput(text)
         self.sink, self.placement, self.workers = Sink(), Placement(), Workers(*scripts)
@@ -234,6 +236,7 @@ class Harness:
             reroute=self.reroute,
             egress=self.egress,
             accepted=self.copy,
+            safety=self.safety,
         )
         return Sequences(admitted, self.sink, self.request)
 
