@@ -35,7 +35,8 @@ _ACTIONS: Final[tuple[SafetyAction, ...]] = ("block", "stop", "redact", "flag")
 _FAIL_MODES: Final[tuple[FailMode, ...]] = ("closed", "hold", "open")
 _SCOPES: Final[tuple[Scope, ...]] = ("input", "output")
 
-_CategoryName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_/-]{1,64}\Z")]
+CATEGORY_PATTERN: Final = r"^[a-z0-9_/-]{1,64}\Z"
+_CategoryName = Annotated[str, msgspec.Meta(pattern=CATEGORY_PATTERN)]
 _Threshold = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Scopes = Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1, max_length=2)]
