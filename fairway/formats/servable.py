@@ -19,9 +19,9 @@ from fairway.formats.fixed_cost.config import CONFIG, is_fixed_cost, parse_fixed
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.fixed_cost.pooling import FILES, MODULES, last_token
-from fairway.formats.probe import PROBE, require_probe, wants_probe
 from fairway.formats.generation import GENERATION_CONFIG, eos_ids, sampling_defaults
 from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE, require_probe, wants_probe
 from fairway.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,
@@ -46,7 +46,15 @@ Engine = Literal["torch", "vllm"]  # Fairway's own engine and vLLM, by the execu
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
-READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, POLICY_NAME, version_files.ADAPTER_CONFIG, *FILES)
+READ: Final = (
+    CONFIG,
+    INDEX,
+    _DRAFT + CONFIG,
+    _DRAFT + INDEX,
+    POLICY_NAME,
+    version_files.ADAPTER_CONFIG,
+    *FILES,
+)
 
 
 def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
@@ -133,7 +141,7 @@ def _vllm_problem(names: Collection[str], read: Read, own: str) -> str:
         return own or "a model without weights is served by the null executor"
     vocab_size = require_vllm_config(fields)
     if wants_probe(names, read):
-        return f"{POLICY_NAME}: probe: vLLM's workers keep the hidden states that a probe judges to themselves"
+        return f"{POLICY_NAME}: probe: vLLM's workers do not pass on the hidden states that it judges"
     if fields.get("quantization_config") is None and fields["architectures"][0] in FAMILIES:
         return own
     if GENERATION_CONFIG in names:

@@ -11,7 +11,9 @@ import torch
 from services.worker.engine.sample.sampler import Reductions
 
 SLICE_ROWS: Final = 64  # rows whose products are in memory at once
-CERTAIN: Final = 1.0  # score of a row whose products exceed float32: without a verdict it is not taken for safe
+CERTAIN: Final = (
+    1.0  # score of a row whose products exceed float32: without a verdict it is not taken for safe
+)
 
 
 class Probe:
