@@ -11,9 +11,7 @@ import torch
 from services.worker.engine.sample.sampler import Reductions
 
 SLICE_ROWS: Final = 64  # rows whose products are in memory at once
-CERTAIN: Final = (
-    1.0  # score of a row whose products exceed float32: without a verdict it is not taken for safe
-)
+CERTAIN: Final = 1.0  # score of a row whose products exceed float32, which must not pass for safe
 
 
 class Probe:
@@ -30,7 +28,8 @@ class Probe:
 
     def launch(self, hidden: torch.Tensor) -> torch.Tensor:
         """Begin to judge states [rows, hidden size]; return each row's greatest logit, float64 [rows]."""
-        slices = [self._slice(part) for part in hidden.split(SLICE_ROWS)]
+        firsts = range(0, len(hidden), SLICE_ROWS)
+        slices = [self._slice(hidden[first : first + SLICE_ROWS]) for first in firsts]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def _slice(self, hidden: torch.Tensor) -> torch.Tensor:
