@@ -12,7 +12,7 @@ from fairway.formats.safetensors import BadHeader, metadata_of
 from fairway.formats.servable import Kind, engine_problems, tensor_files
 from fairway.formats.version_files import name_problem, weights_digest
 from tests.support.model_folder import header_of
-from tests.unit.formats.test_servable import CONFIG, PLAIN, reader
+from tests.unit.formats.test_servable import PLAIN, reader
 
 PROBE = "safety_probe.safetensors"
 POLICY = "safety_policy.json"
@@ -99,4 +99,3 @@ def test_metadata_that_is_no_text_is_a_bad_header() -> None:
     assert metadata_of(b"{}") == {}
     with pytest.raises(BadHeader):
         metadata_of(b'{"__metadata__": {"categories": ["a"]}}')
-    assert CONFIG["hidden_size"] == 32
