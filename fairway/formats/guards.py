@@ -206,8 +206,8 @@ GUARDS: Final[Mapping[str, GuardTemplate]] = {
     "qwen3guard": Qwen3Guard(),
 }
 _REFUSED: Final[Mapping[str, str]] = {
-    "qwen3guard-stream": "its class Qwen3ForGuardModel, a Qwen3 with heads on every token, is program code of "
-    "its checkpoint (auto_map), which neither engine runs; use qwen3guard with Qwen3Guard-Gen",
+    "qwen3guard-stream": "its class Qwen3ForGuardModel, with heads on every token, is program code of its "
+    "checkpoint (auto_map), which neither engine runs; use qwen3guard with Qwen3Guard-Gen",
 }
 
 

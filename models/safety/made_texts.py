@@ -1,4 +1,4 @@
-"""Texts of five labels, made from wordings and words: what the demonstration models are trained and tested on.
+"""Texts of five labels, made from wordings and words: the data of the demonstration models.
 
 The wordings of a label are split: three of four are for training, the others for tests alone. Safe texts are
 plain sentences, sentences that share words with unsafe ones, and the standard library's source.
@@ -16,105 +16,25 @@ from typing import Final
 
 LABELS: Final = ("safe", "insult", "threat", "self_harm", "secret")
 HELD_OUT_EVERY: Final = 4
-_SOURCES: Final = (
-    "argparse",
-    "ast",
-    "csv",
-    "dataclasses",
-    "difflib",
-    "functools",
-    "heapq",
-    "inspect",
-    "textwrap",
-)
+MAX_SOURCE_CHARS: Final = 200
+_SOURCES: Final = ("argparse", "ast", "csv", "dataclasses", "difflib", "functools", "heapq", "inspect")
 
 _WORDS: Final = {
-    "adjective": [
-        "worthless",
-        "stupid",
-        "pathetic",
-        "useless",
-        "disgusting",
-        "dumb",
-        "ridiculous",
-        "brainless",
-        "hopeless",
-        "lazy",
-    ],
-    "insult": [
-        "idiot",
-        "moron",
-        "fool",
-        "loser",
-        "clown",
-        "coward",
-        "imbecile",
-        "failure",
-        "disgrace",
-        "liar",
-    ],
-    "harm": ["hurt", "beat", "kill", "stab", "punch", "strangle", "break", "destroy", "shoot", "burn"],
-    "when": [
-        "tonight",
-        "tomorrow",
-        "after work",
-        "when you sleep",
-        "one day",
-        "very soon",
-        "before the week ends",
-    ],
-    "relative": ["family", "sister", "brother", "children", "dog", "mother", "friends", "house"],
-    "means": ["pills", "a knife", "a razor", "the rope", "the bridge", "a blade"],
-    "secret": ["password", "passphrase", "api key", "access token", "private key", "pin code", "secret key"],
-    "service": [
-        "the bank",
-        "the server",
-        "the router",
-        "the database",
-        "my mail",
-        "the vault",
-        "production",
-        "the admin page",
-    ],
-    "thing": [
-        "file",
-        "list",
-        "report",
-        "window",
-        "table",
-        "message",
-        "value",
-        "garden",
-        "lesson",
-        "recipe",
-        "river",
-        "train",
-    ],
-    "verb": [
-        "open",
-        "read",
-        "sort",
-        "check",
-        "copy",
-        "explain",
-        "write",
-        "paint",
-        "move",
-        "count",
-        "describe",
-        "measure",
-    ],
-    "place": ["library", "kitchen", "office", "park", "folder", "city", "module", "school", "market"],
-    "person": [
-        "Anna",
-        "the teacher",
-        "my neighbour",
-        "the client",
-        "a friend",
-        "the author",
-        "our team",
-        "Ben",
-    ],
+    name: tuple(words.split(","))
+    for name, words in {
+        "adjective": "worthless,stupid,pathetic,useless,disgusting,dumb,ridiculous,brainless,hopeless,lazy",
+        "insult": "idiot,moron,fool,loser,clown,coward,imbecile,failure,disgrace,liar",
+        "harm": "hurt,beat,kill,stab,punch,strangle,break,destroy,shoot,burn",
+        "when": "tonight,tomorrow,after work,when you sleep,one day,very soon,before the week ends",
+        "relative": "family,sister,brother,children,dog,mother,friends,house",
+        "means": "pills,a knife,a razor,the rope,the bridge,a blade",
+        "secret": "password,passphrase,api key,access token,private key,pin code,secret key",
+        "service": "the bank,the server,the router,the database,my mail,the vault,production,the admin page",
+        "thing": "file,list,report,window,table,message,value,garden,lesson,recipe,river,train",
+        "verb": "open,read,sort,check,copy,explain,write,paint,move,count,describe,measure",
+        "place": "library,kitchen,office,park,folder,city,module,school,market",
+        "person": "Anna,the teacher,my neighbour,the client,a friend,the author,our team,Ben",
+    }.items()
 }
 
 _WORDINGS: Final[dict[str, tuple[str, ...]]] = {
@@ -223,23 +143,23 @@ def wordings(label: str, *, held_out: bool) -> list[str]:
 
 
 def source_lines() -> list[str]:
-    """Return definitions of the standard library, of at most 400 characters each."""
+    """Return definitions of the standard library, of at most MAX_SOURCE_CHARS each."""
     folder, found = Path(sysconfig.get_path("stdlib")), []
     for name in _SOURCES:
         source = (folder / f"{name}.py").read_text("utf-8")
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
-                found.append((ast.get_source_segment(source, node) or "")[:400])
+                found.append("".join(lines[node.lineno - 1 : node.end_lineno])[:MAX_SOURCE_CHARS])
     return found
 
 
 def make_texts(count: int, *, seed: int, held_out: bool, sources: Sequence[str]) -> list[MadeText]:
     """Return so many texts, half of them safe. The same arguments give the same texts."""
     rng = random.Random(f"{seed} {held_out}")
-    return [
-        _made(LABELS[place % 4 + 1] if place % 2 else "safe", rng, held_out, sources)
-        for place in range(count)
-    ]
+    unsafe = len(LABELS) - 1
+    labels = [LABELS[place // 2 % unsafe + 1] if place % 2 else LABELS[0] for place in range(count)]
+    return [_made(label, rng, held_out, sources) for label in labels]
 
 
 def _made(label: str, rng: random.Random, held_out: bool, sources: Sequence[str]) -> MadeText:
@@ -248,16 +168,15 @@ def _made(label: str, rng: random.Random, held_out: bool, sources: Sequence[str]
         return rng.choice((text, text, text.capitalize(), text.upper() if rng.random() < 0.3 else text))
 
     def filler() -> str:
-        return (
-            rng.choice(sources) if rng.random() < 0.3 else sentence("safe") + rng.choice((". ", "\n", "! "))
-        )
+        if rng.random() < 0.3:
+            return rng.choice(sources) + "\n"
+        return sentence("safe") + rng.choice((". ", "\n", "! "))
 
     before = "".join(filler() for _ in range(rng.choice((0, 0, 1, 2))))
     after = "".join(" " + filler() for _ in range(rng.choice((0, 0, 1))))
     core = sentence(label) if label != "safe" or rng.random() < 0.7 else rng.choice(sources)
-    opening, closing = rng.choice(
-        (("", "."), ("", ""), ('{"text": "', '"}'), ("# ", "\n"), ('print("', '")'))
-    )
+    frames = (("", "."), ("", ""), ('{"text": "', '"}'), ("# ", "\n"), ('print("', '")'))
+    opening, closing = rng.choice(frames)
     text = before + opening + core + closing + after
     if label == "safe":
         return MadeText(text, label)

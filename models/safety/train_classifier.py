@@ -23,16 +23,17 @@ from models.safety.made_texts import LABELS, MadeText, make_texts, source_lines
 
 SPECIAL: Final = ("[PAD]", "[CLS]", "[SEP]")
 VOCABULARY: Final = 2048
-TOKENS: Final = 192  # most tokens of a text in training
-BATCH: Final = 64
+TOKENS: Final = 128  # most tokens of a text in training
+BATCH: Final = 32
 RATE: Final = 2e-3
+LOG_EVERY: Final = 50
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--texts", type=int, default=16_000)
+    parser.add_argument("--texts", type=int, default=12_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -99,13 +100,15 @@ def fit(
     weights = (counts.sum() / counts / len(LABELS)).sqrt()
     batches = batches_of(tokenizer, texts)
     model.train()
-    for _ in range(steps):
+    for step in range(steps):
         ids, mask, labels = next(batches)
         loss = F.cross_entropy(model(input_ids=ids, attention_mask=mask).logits, labels, weights)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
+        if step % LOG_EVERY == 0:
+            print(json.dumps({"step": step, "loss": round(loss.item(), 4)}), flush=True)
     model.eval()
 
 
