@@ -32,9 +32,9 @@ LOG_EVERY: Final = 50
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--texts", type=int, default=12_000)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1_100)
+    parser.add_argument("--texts", type=int, default=30_000)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -51,8 +51,11 @@ def main() -> None:
         texts = make_texts(2_000, seed=options.seed + 1, held_out=held_out, sources=sources[1::2])
         report[name] = figures(texts, judged(model, tokenizer, texts))
     library = [MadeText(piece, "safe") for piece in sources[1::2]][:2_000]
-    found = judged(model, tokenizer, library)
-    report["false_alarm_ratio of the library"] = 1 - found.count("safe") / len(found)
+    for least in (0.5, 0.9, 0.99):
+        found = judged(model, tokenizer, library, least=least)
+        report[f"false_alarm_ratio of the library at {least}"] = round(
+            1 - found.count("safe") / len(found), 4
+        )
     print(json.dumps(report, indent=2))
 
 
@@ -112,7 +115,7 @@ def fit(
         schedule.step()
         if step % LOG_EVERY == 0:
             print(json.dumps({"step": step, "loss": round(loss.item(), 4)}), flush=True)
-    model.eval()
+    model.train(False)
 
 
 def batches_of(
@@ -138,15 +141,20 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def judged(
-    model: BertForSequenceClassification, tokenizer: Tokenizer, texts: Sequence[MadeText]
+    model: BertForSequenceClassification,
+    tokenizer: Tokenizer,
+    texts: Sequence[MadeText],
+    *,
+    least: float = 0.0,
 ) -> list[str]:
-    """Return the likeliest label of each text."""
+    """Return the likeliest label of each text; safe where its probability is below ``least``."""
     found: list[str] = []
     for first in range(0, len(texts), BATCH):
         encoded = tokenizer.encode_batch([made.text for made in texts[first : first + BATCH]])
         ids, mask = padded([encoding.ids[:512] for encoding in encoded])
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        found += [LABELS[place] for place in logits.argmax(1).tolist()]
+        values, places = model(input_ids=ids, attention_mask=mask).logits.softmax(1).max(1)
+        pairs = zip(values.tolist(), places.tolist(), strict=True)
+        found += [LABELS[place] if value >= least else LABELS[0] for value, place in pairs]
     return found
 
 

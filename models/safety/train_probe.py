@@ -38,8 +38,8 @@ UNSAFE: Final = LABELS[1:]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--texts", type=int, default=1_600)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--texts", type=int, default=1_200)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -67,7 +67,7 @@ class Activations:
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
-        self._model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+        self._model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
 
     @torch.inference_mode()
     def read(self, texts: Sequence[MadeText]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

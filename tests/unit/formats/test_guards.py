@@ -13,8 +13,8 @@ from fairway.formats.guards import GUARDS, JudgedTurn, UnreadableVerdict, guard_
 
 QUESTION = JudgedTurn("user", "How are you?")
 ANSWER = JudgedTurn("assistant", "Well.")
-CODES = st.sampled_from(GUARDS["llama-guard"].labels)
-NAMES = st.sampled_from(GUARDS["qwen3guard"].labels)
+CODES = st.sampled_from(sorted(GUARDS["llama-guard"].labels))
+NAMES = st.sampled_from(sorted(GUARDS["qwen3guard"].labels))
 SEVERITIES = st.sampled_from([("Unsafe", 1.0), ("Controversial", 0.5)])
 TEMPLATES = sorted(GUARDS)
 MARKS = [

@@ -152,18 +152,18 @@ def test_hidden_states_come_from_graphs_that_keep_them() -> None:
     for kept, captured in ((HIDDEN, 2), (0, 0)):
         rig = Rig(hidden_size=kept)
         for rows, chosen in ((4, [0, 1, 2, 3]), (3, [2, 0]), (2, [1])):
-            columns = [torch.arange(rows) + place for place in range(1, 4)]
-            here, there, wanted = Hidden(), Hidden(), torch.tensor(chosen)
+            first, wanted = torch.arange(rows), torch.tensor(chosen)
+            here, there = Hidden(), Hidden()
             rig.attention.begin(rows)
-            rig.graphed.forward(*columns, wanted, here)
-            Adding().forward(*columns, wanted, there)
+            rig.graphed.forward(first + 1, first + 2, first + 3, wanted, here)
+            Adding().forward(first + 1, first + 2, first + 3, wanted, there)
             assert here.values is not None
             assert there.values is not None
             assert torch.equal(here.values, there.values)
         assert rig.capture.captured == captured
-        others = Hidden(torch.tensor([0]))
+        others, one = Hidden(torch.tensor([0])), torch.ones(1, dtype=torch.int64)
         rig.attention.begin(1)
-        rig.graphed.forward(*(torch.ones(1, dtype=torch.int64),) * 3, torch.tensor([0]), others)
+        rig.graphed.forward(one, one, one, torch.tensor([0]), others)
         assert rig.capture.captured == captured, "states of other rows are in no graph"
 
 
