@@ -97,8 +97,9 @@ def test_scores_have_the_same_bits_alone_in_company_resumed_and_verified(
     ]
     _, rest = run(load_engine(folder, **fresh), resumed)
     assert rest == {handle: scores[3 + handle :] for handle, scores in alone.items()}
-    guessing = load_engine(folder, speculation="prompt_lookup", **fresh)
-    assert run(guessing, commands) == (tokens, alone), "rows of proposals"
+    _, draft = save_model("Llama", seed=5)
+    guessing = load_engine(folder, speculation="draft", draft_model_dir=str(draft), **fresh)
+    assert run(guessing, commands) == (tokens, alone), "rows of proposals that are rejected"
 
 
 def test_who_asks_for_no_scores_has_the_same_tokens(save_model: Any, load_engine: Any, submit: Any) -> None:
