@@ -29,7 +29,8 @@ TOKENS: Final = 128  # most tokens of a text
 BATCH: Final = 16
 READ_RATIO: Final = 0.6  # share of the unsafe range that is read where a state is positive
 AFTER_TOKENS: Final = 8  # tokens behind the range at which nothing is learned, and a verdict is in time
-ITERATIONS: Final = 300
+ITERATIONS: Final = 150
+DECAY: Final = 1.0
 FALSE_RATIO: Final = 0.005  # share of safe texts of the training above the score 0.5
 IGNORED: Final = -1.0
 UNSAFE: Final = LABELS[1:]
@@ -52,9 +53,10 @@ def main() -> None:
     bias = bias - allowed(states @ weight.T + bias, train, text_of)
     report: dict[str, Any] = {"training_states": len(states)}
     for name, held_out in (("same wordings, new words", False), ("other wordings", True)):
-        texts = make_texts(400, seed=options.seed + 1, held_out=held_out, sources=sources[1::2])
-        found, wanted, text_of = reader.read(texts)
-        report[name] = figures((found @ weight.T + bias).sigmoid(), wanted, texts, text_of)
+        texts = make_texts(400, seed=options.seed + 2, held_out=held_out, sources=sources[1::2])
+        report[name] = figures(reader, weight, bias, texts)
+    library = [MadeText(piece, "safe") for piece in sources[1::40]]
+    report["the library"] = figures(reader, weight, bias, library)
     report["seconds"] = round(time.monotonic() - began_s, 1)
     options.out.mkdir(parents=True, exist_ok=True)
     tensors = {"weight": weight.contiguous(), "bias": bias.contiguous()}
@@ -120,18 +122,17 @@ def fit(states: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch
     x = (states - mean) / spread
     weight = torch.zeros(wanted.shape[1], states.shape[1], requires_grad=True)
     bias = torch.full((wanted.shape[1],), -3.0, requires_grad=True)
-    known = wanted != IGNORED
-    positive = (wanted == 1).sum(0)
-    balance = (known.sum(0) - positive) / positive
-    optimizer = torch.optim.Adam([weight, bias], lr=0.02)
-    for _ in range(ITERATIONS):
-        losses = F.binary_cross_entropy_with_logits(
-            x @ weight.T + bias, wanted.clamp(min=0), reduction="none", pos_weight=balance.sqrt()
-        )
-        loss = losses[known].mean() + 1e-3 * weight.square().mean()
+    known, positive = (wanted != IGNORED).float(), wanted.clamp(min=0)
+    optimizer = torch.optim.LBFGS([weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        losses = F.binary_cross_entropy_with_logits(x @ weight.T + bias, positive, reduction="none")
+        total = (losses * known).mean() + DECAY * weight.square().sum() / len(x)
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
     scaled = weight.detach() / spread
     return scaled, bias.detach() - scaled @ mean
 
@@ -144,9 +145,11 @@ def allowed(logits: torch.Tensor, texts: Sequence[MadeText], text_of: torch.Tens
 
 
 def figures(
-    scores: torch.Tensor, wanted: torch.Tensor, texts: Sequence[MadeText], text_of: torch.Tensor
+    reader: Activations, weight: torch.Tensor, bias: torch.Tensor, texts: Sequence[MadeText]
 ) -> dict[str, Any]:
     """Return the share of unsafe ranges that are found in time, by label, and that of safe texts that are."""
+    states, wanted, text_of = reader.read(texts)
+    scores = (states @ weight.T + bias).sigmoid()
     found: dict[str, list[bool]] = {label: [] for label in LABELS}
     for place, made in enumerate(texts):
         mine = text_of == place
@@ -157,10 +160,8 @@ def figures(
         if (wanted[mine, column] == 1).any():  # it is not cut off
             near = wanted[mine, column] != 0
             found[made.label].append(bool((scores[mine][near] >= 0.5).any()))
-    return {
-        "recall": {label: round(sum(found[label]) / len(found[label]), 4) for label in UNSAFE},
-        "false_alarm_ratio": round(sum(found["safe"]) / len(found["safe"]), 4),
-    }
+    ratios = {label: round(sum(cases) / len(cases), 4) for label, cases in found.items() if cases}
+    return {"false_alarm_ratio": ratios.pop("safe"), "recall": ratios}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,15 @@ import pytest
 import torch
 from msgspec import structs
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
+from models.safety.made_texts import make_texts, source_lines
 from services.worker.engine.execute.probe import CERTAIN, Probe, scores_of
 from services.worker.engine.sample.sampler import TORCH
 from services.worker.engine.unsupported import BadCheckpoint
 from services.worker.engine_protocol import Submit
 
+MODELS = Path(__file__).parents[4] / "models"
 RNG = random.Random(7)
 HIDDEN = 48
 PROMPTS = [[RNG.randrange(3, 101) for _ in range(length)] for length in (1, 31, 16, 17, 40, 7)]
@@ -167,3 +170,21 @@ def test_a_probe_that_does_not_fit_is_refused(
     with pytest.raises(BadCheckpoint) as refused:
         load_engine(folder)
     assert words in str(refused.value)
+
+
+def test_the_bundled_probe_finds_most_secrets(load_engine: Any, submit: Any, tmp_path: Path) -> None:
+    """What its card says, by the engine itself: the state that predicts the first token is the text's last."""
+    for file in [*(MODELS / "tiny/checkpoint").iterdir(), *(MODELS / "safety/probe").iterdir()]:
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    engine = load_engine(tmp_path, kv_blocks=2048, block_size=16)
+    texts = make_texts(160, seed=77, held_out=False, sources=source_lines()[1::2])
+    ends = {"secret": [made.text[: made.end] for made in texts if made.label == "secret"]}
+    ends["safe"] = [made.text for made in texts if made.label == "safe"]
+    ratios = {}
+    for label, found in ends.items():
+        commands = [probed(submit(place, tokenizer.encode(text).ids, 1)) for place, text in enumerate(found)]
+        _, scores = run(engine, commands)
+        ratios[label] = sum(score[0] >= 0.5 for score in scores.values()) / len(found)
+    assert ratios["secret"] >= 0.6
+    assert ratios["safe"] <= 0.1
