@@ -173,18 +173,19 @@ def test_a_probe_that_does_not_fit_is_refused(
 
 
 def test_the_bundled_probe_finds_most_secrets(load_engine: Any, submit: Any, tmp_path: Path) -> None:
-    """What its card says, by the engine itself: the state that predicts the first token is the text's last."""
+    """As its card says, by the engine: each of the last tokens is judged by a prompt that ends with it."""
     for file in [*(MODELS / "tiny/checkpoint").iterdir(), *(MODELS / "safety/probe").iterdir()]:
         (tmp_path / file.name).symlink_to(file)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     engine = load_engine(tmp_path, kv_blocks=2048, block_size=16)
-    texts = make_texts(160, seed=77, held_out=False, sources=source_lines()[1::2])
-    ends = {"secret": [made.text[: made.end] for made in texts if made.label == "secret"]}
-    ends["safe"] = [made.text for made in texts if made.label == "safe"]
-    ratios = {}
-    for label, found in ends.items():
-        commands = [probed(submit(place, tokenizer.encode(text).ids, 1)) for place, text in enumerate(found)]
-        _, scores = run(engine, commands)
-        ratios[label] = sum(score[0] >= 0.5 for score in scores.values()) / len(found)
-    assert ratios["secret"] >= 0.6
+    texts = make_texts(80, seed=77, held_out=False, sources=source_lines()[1::2])
+    found: dict[str, list[bool]] = {"secret": [], "safe": []}
+    for made in texts:
+        if made.label in found:
+            ids = tokenizer.encode(made.text[: made.end or None]).ids
+            prompts = [ids[: len(ids) - cut] for cut in range(min(8, len(ids) - 1))]
+            _, scores = run(engine, [probed(submit(place, ids, 1)) for place, ids in enumerate(prompts)])
+            found[made.label].append(any(score[0] >= 0.5 for score in scores.values()))
+    ratios = {label: sum(cases) / len(cases) for label, cases in found.items()}
+    assert ratios["secret"] >= 0.8
     assert ratios["safe"] <= 0.1
