@@ -59,6 +59,12 @@ def tensors_of(header: bytes) -> dict[str, TensorHeader]:
     return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in found.items()}
 
 
+def metadata_of(header: bytes) -> dict[str, str]:
+    """Return the metadata in a header, empty without any. Raises BadHeader."""
+    found = _decoded(header, dict[str, msgspec.Raw]).get(_METADATA)
+    return {} if found is None else _decoded(found, dict[str, str])
+
+
 def header_bytes(first: bytes, file_bytes: int) -> int:
     """Return the length of the header from the first eight bytes. Raises BadHeader."""
     if file_bytes < LENGTH_BYTES or len(first) < LENGTH_BYTES:

@@ -13,6 +13,7 @@ import msgspec
 
 from fairway.formats import expressions
 from fairway.formats.folding import fold
+from fairway.formats.guards import JudgeTemplate, guard_problem
 
 MAX_PACK_BYTES: Final = 1024 * 1024
 MAX_PHRASE_CHARS: Final = 256
@@ -29,13 +30,13 @@ Scope = Literal["input", "output"]
 # What happens without a verdict: nothing passes, all waits for at most ``hold_s``, or all passes with a flag.
 FailMode = Literal["closed", "hold", "open"]
 DataKind = Literal["email", "card", "iban", "phone", "ip", "ssn"]
-JudgeTemplate = Literal["llama-guard", "shieldgemma", "qwen3guard", "qwen3guard-stream"]
 
 _ACTIONS: Final[tuple[SafetyAction, ...]] = ("block", "stop", "redact", "flag")
 _FAIL_MODES: Final[tuple[FailMode, ...]] = ("closed", "hold", "open")
 _SCOPES: Final[tuple[Scope, ...]] = ("input", "output")
 
-_CategoryName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_/-]{1,64}\Z")]
+CATEGORY_PATTERN: Final = r"^[a-z0-9_/-]{1,64}\Z"
+_CategoryName = Annotated[str, msgspec.Meta(pattern=CATEGORY_PATTERN)]
 _Threshold = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Scopes = Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1, max_length=2)]
@@ -188,6 +189,9 @@ def _check_models(pack: SafetyPack) -> None:
                 f"{path}.every_tokens: verdicts every {rule.every_tokens} tokens hold more than "
                 f"window_tokens ({pack.window_tokens}); lower it or raise the window"
             )
+    for i, judge in enumerate(pack.judges):
+        if problem := guard_problem(judge.template, judge.labels):
+            raise ValueError(f"judges[{i}].{problem}")
     for field, rules in (("classifiers", pack.classifiers), ("judges", pack.judges)):
         models = [rule.model for rule in rules]
         if double := [model for model in models if models.count(model) > 1]:

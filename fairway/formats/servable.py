@@ -20,6 +20,8 @@ from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.layouts import layout_of
 from fairway.formats.fixed_cost.pooling import FILES, MODULES, last_token
 from fairway.formats.generation import GENERATION_CONFIG, eos_ids, sampling_defaults
+from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE, require_probe, wants_probe
 from fairway.formats.tokenizer_files import (
     SETTINGS,
     TOKENIZER,
@@ -46,7 +48,15 @@ GATEWAY: Final = "gateway"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
 # The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
-READ: Final = (CONFIG, INDEX, _DRAFT + CONFIG, _DRAFT + INDEX, version_files.ADAPTER_CONFIG, *FILES)
+READ: Final = (
+    CONFIG,
+    INDEX,
+    _DRAFT + CONFIG,
+    _DRAFT + INDEX,
+    POLICY_NAME,
+    version_files.ADAPTER_CONFIG,
+    *FILES,
+)
 
 
 def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
@@ -58,6 +68,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
 def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False) -> tuple[str, ...]:
     """Return the tensor files whose headers ``checkpoint_problem`` reads; it names what is wrong."""
     found = [version_files.ADAPTER_WEIGHTS] if is_adapter else []
+    found += [PROBE] if PROBE in names else []
     for folder in ("", _DRAFT):
         try:
             found += weight_files(folder, names, read)
@@ -134,6 +145,8 @@ def _vllm_problem(names: Collection[str], read: Read, own: str) -> str:
     if "architectures" not in fields and SINGLE not in names and INDEX not in names:
         return own or "a model without weights is served by the null executor"
     vocab_size = require_vllm_config(fields)
+    if wants_probe(names, read):
+        return f"{POLICY_NAME}: probe: vLLM's workers do not pass on the hidden states that it judges"
     if fields.get("quantization_config") is None and fields["architectures"][0] in FAMILIES:
         return own
     if GENERATION_CONFIG in names:
@@ -161,6 +174,7 @@ def _require_decoder(names: Collection[str], read: Read) -> None:
     config = _config(CONFIG, fields)
     eos_ids(names, read, fields, config.vocab_size)
     require_layout("", names, read, decoder_layout(config))
+    require_probe(names, read, config.hidden_size)
     require_decodable(_tokenizer(names, read, config.vocab_size).tokenizer)
     _require_embedding(config.hidden_size, names, read)
     if _DRAFT + CONFIG in names:
@@ -193,6 +207,8 @@ def _require_draft(names: Collection[str], read: Read, config: ModelConfig) -> N
 def _require_fixed_cost(names: Collection[str], read: Read) -> None:
     if any(name.startswith(_DRAFT) for name in names):
         raise BadWeights(f"{_DRAFT}: a fixed-cost model has no draft")
+    if PROBE in names or wants_probe(names, read):
+        raise BadWeights(f"{PROBE}: a fixed-cost model has no output for a probe to judge")
     config = parse_fixed_cost(names, read)
     require_layout("", names, read, layout_of(config))
     if isinstance(config, EncoderConfig):

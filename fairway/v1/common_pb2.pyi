@@ -448,6 +448,7 @@ class TokenFrame(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    PROBE_SCORES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -466,6 +467,10 @@ class TokenFrame(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameLogprobs]: ...
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameParts]: ...
+    @_builtins.property
+    def probe_scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Empty, or one per id: what the version's probe gives it, NaN where none is asked for. Only from workers to gateways."""
+
     def __init__(
         self,
         *,
@@ -476,10 +481,11 @@ class TokenFrame(_message.Message):
         texts: _abc.Iterable[_builtins.str] | None = ...,
         logprobs: _abc.Iterable[Global___FrameLogprobs] | None = ...,
         parts: _abc.Iterable[Global___FrameParts] | None = ...,
+        probe_scores: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "ids", b"ids", "logprobs", b"logprobs", "offsets", b"offsets", "parts", b"parts", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "handles", b"handles", "ids", b"ids", "logprobs", b"logprobs", "offsets", b"offsets", "parts", b"parts", "probe_scores", b"probe_scores", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

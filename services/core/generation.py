@@ -267,6 +267,7 @@ class StartSpec:
     scored_tokens: int = 0  # prompt tokens whose log-probabilities an earlier run sent
     node_group: str = ""  # the one of ``PlaceSpec``
     kv_share: float = 0.0  # the one of ``PlaceSpec``
+    probe: bool = False  # its output comes with the scores of the version's probe
 
     @property
     def prefill_tokens(self) -> int:

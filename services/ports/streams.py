@@ -144,6 +144,8 @@ class StepFrame:
     texts: list[str] = field(default_factory=list)
     # Log-probabilities of each entry, one value per token.
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Scores of the probe, one per id and NaN for an id without one; empty: no id has one.
+    probe_scores: list[float] = field(default_factory=list)
     finished: list[tuple[int, SequenceEnd]] = field(default_factory=list)
     # Rows of fixed-cost models that ended. A row that was not admitted is in ``not_admitted``.
     rows: list[tuple[int, RowEnd]] = field(default_factory=list)

@@ -14,12 +14,19 @@ from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, 
 
 
 class SequenceSink(Protocol):
-    """Receives, in this order: accepted or not_admitted; tokens; finished or lost. Nothing follows the
-    last."""
+    """Receives, in this order: accepted or not_admitted; tokens, their scores before them; finished or lost.
+    Nothing follows the last."""
 
     def on_accepted(self) -> None: ...
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None: ...
+
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        """Receive the probe's scores of the tokens of the ``on_tokens`` that follows, one each: from 0 to 1,
+        or NaN for a token of the prompt. Only where ``StartSpec.probe`` asks for them.
+
+        A token's score judges prompt and output before it, so the token itself is judged by the next score.
+        """
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

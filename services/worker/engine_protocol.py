@@ -117,6 +117,7 @@ class Submit(EngineMessage, frozen=True):
     adapter: int = 0  # loaded adapter that computes it; 0: the base alone
     tenant: str = ""  # the tenant whose KV budget counts its blocks
     kv_share: float = 0.0  # share of the pool that the tenant may hold; 0: no budget
+    probe: bool = False  # its tokens come with the scores of the version's probe
 
 
 class Credit(EngineMessage, frozen=True):
@@ -229,7 +230,8 @@ class RowModel(msgspec.Struct, frozen=True):
 # What an engine may promise. "exact": the tokens of a sequence do not depend on the others of a step, on how
 # its prompt was cut, or on where it was resumed; a canary has shown it. "resize": the KV pool can change its
 # size. "adapters": LoRA adapters change the sequences that name them and no bit of others, as shown likewise.
-Capability = Literal["exact", "resize", "adapters"]
+# "probe": the version has a probe, and the tokens of sequences that ask for it come with its scores.
+Capability = Literal["exact", "resize", "adapters", "probe"]
 
 
 class Ready(EngineMessage, frozen=True):
@@ -325,6 +327,9 @@ class Stepped(EngineMessage, frozen=True):
     settled: list[int] = []
     # By handle, of those that embed, in the step that finished them: 32-bit little-endian floats.
     embeddings: dict[int, bytes] = {}
+    # One entry per token: the score of the version's probe for the text before the token. Of a sequence that
+    # does not ask for it the entry means nothing; empty where none asks.
+    probe_scores: list[float] = []
 
 
 class EngineHeartbeat(EngineMessage, frozen=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -119,6 +119,7 @@ class Sink:
         self.ids: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprobs] = []
+        self.scores: list[float] = []
         self.end: SequenceEnd | None = None
         self.refusal: NotAdmittedReason | None = None
 
@@ -128,6 +129,11 @@ class Sink:
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self.heard.append("not_admitted")
         self.refusal = reason
+
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        assert offset == len(self.ids) == len(self.scores)
+        self.heard.append("scores")
+        self.scores += scores
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
@@ -242,6 +248,19 @@ async def test_a_sequence_hears_accepted_tokens_and_finished(rig: Rig) -> None:
     ]
     assert sink.finished.reason is FinishReason.LENGTH
     assert sink.finished.output_tokens == 2
+
+
+async def test_scores_come_before_their_tokens_to_who_asked(rig: Rig) -> None:
+    asks, other = Sink(), Sink()
+    rig.client.start(replace(rig.spec(), probe=True), asks)
+    rig.client.start(rig.spec(), other)
+    await until(lambda: asks.heard and other.heard)
+    rig.step({1: 0x61, 2: 0x62}, probe_scores=[0.25, 0.25])
+    await until(lambda: asks.ids and other.ids)
+    rig.step({1: 0x61, 2: 0x62}, probe_scores=[0.75, 0.75], finished={1: "length", 2: "length"})
+    await until(lambda: asks.end and other.end)
+    assert asks.heard == ["accepted", "scores", "tokens", "scores", "tokens", "finished"]
+    assert (asks.scores, other.scores) == ([0.25, 0.75], [])
 
 
 async def test_after_its_credentials_were_replaced_a_stream_runs_what_it_has_alone(rig: Rig) -> None:

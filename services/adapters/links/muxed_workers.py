@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from math import isnan
 from typing import Final, TypeAlias
 
 import structlog
@@ -114,13 +115,15 @@ class SinkTable:
     def _dispatch_tokens(self, frame: StepFrame) -> None:
         get = self._sinks.get
         ids = frame.ids
-        logprobs = frame.logprobs
+        logprobs, probed = frame.logprobs, frame.probe_scores
         at = 0
         columns = zip(frame.handles, frame.offsets, frame.counts, frame.texts, strict=True)
         for entry, (handle, offset, count, text) in enumerate(columns):
             end = at + count
             sink = get(handle)
             if sink is not None:
+                if probed and (scores := probed[at:end]) and not isnan(scores[-1]):
+                    sink.on_scores(offset, scores)
                 sink.on_tokens(offset, ids[at:end], text, logprobs.get(entry, NONE) if logprobs else NONE)
             at = end
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -162,6 +162,9 @@ class SequenceAttempts:
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self._resolve(StartRefused(reason))
+
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        """Nothing asks for scores of a probe."""
 
     def on_finished(self, end: SequenceEnd) -> None:
         self._resolve(end)

@@ -211,6 +211,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
         tokens.counts.extend(frame.counts)
         tokens.ids.extend(frame.ids)
         tokens.texts.extend(frame.texts)
+        tokens.probe_scores.extend(frame.probe_scores)
         for entry, logprobs in frame.logprobs.items():
             tokens.logprobs.add(entry=entry, tokens=token_logprobs(logprobs))
     return message
@@ -241,10 +242,13 @@ def _take_tokens(frame: StepFrame, tokens: common_pb2.TokenFrame) -> None:
         frame.logprobs = {
             entry.entry: [LOGPROBS.from_proto(one) for one in entry.tokens] for entry in tokens.logprobs
         }
+    frame.probe_scores = list(tokens.probe_scores)
     if not (len(frame.handles) == len(frame.offsets) == len(frame.counts) == len(frame.texts)):
         raise InvalidInput("the columns of a token frame differ in length", field="tokens")
     if sum(frame.counts) != len(frame.ids):
         raise InvalidInput("the counts of a token frame do not add up", field="tokens.counts")
+    if frame.probe_scores and len(frame.probe_scores) != len(frame.ids):
+        raise InvalidInput("a token frame has a score for each token or none", field="tokens.probe_scores")
 
 
 LOADED: Final = Mirror(

@@ -166,10 +166,13 @@ class Engine:
         page: StepPage | None = None,
         constraints: Constraints | None = None,
         adapters: Adapters | None = None,
+        has_probe: bool = False,
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
         which tokens may come next, ``page`` receives the members of each step. Without ``constraints`` a
-        constrained sequence is refused, and without ``adapters`` every adapter."""
+        constrained sequence is refused, without ``adapters`` every adapter, and one that asks for scores of a
+        probe unless the executor ``has_probe``."""
+        self.has_probe = has_probe
         self._executor = executor
         self._blocks = blocks
         self._planner = Planner(blocks, limits, budget=budget, reuse=reuse)
@@ -299,6 +302,8 @@ class Engine:
             reason = "this engine has no constraints"
         if reason is None and command.adapter and command.adapter not in self._adapters.loaded:
             reason = f"adapter {command.adapter} is not loaded"
+        if reason is None and command.probe and not self.has_probe:
+            reason = "this engine has no probe"
         return reason
 
     def _take_compiled(self) -> None:
@@ -451,4 +456,5 @@ class Engine:
             device_us=device_us,
             settled=settled,
             embeddings=embeddings,
+            probe_scores=outcome.probe_scores,
         )

@@ -40,16 +40,19 @@ class Outcome:
     logprobs: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
     verified: list[Verified] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs = field(default_factory=dict)
+    probe_scores: list[float] = field(default_factory=list)
 
 
 def outcome_of(
     sampled: list[SequenceState], samples: Samples, kept: list[int], prompt_logprobs: PromptLogprobs
 ) -> Outcome:
     """Return the columns of the rows that were kept, of the sequences that were sampled."""
-    tokens = samples.tokens
+    tokens, probed = samples.tokens, samples.probe_scores
     if len(kept) < len(sampled):
         sampled, tokens = [sampled[row] for row in kept], [tokens[row] for row in kept]
-    outcome = Outcome(list(map(_HANDLE, sampled)), tokens, prompt_logprobs=prompt_logprobs)
+        probed = [probed[row] for row in kept] if probed else probed
+    handles = list(map(_HANDLE, sampled))
+    outcome = Outcome(handles, tokens, prompt_logprobs=prompt_logprobs, probe_scores=probed)
     if samples.logprobs:
         for row, sequence in zip(kept, sampled, strict=True):
             if row in samples.logprobs:

@@ -110,6 +110,7 @@ class SequenceState:
     adapter: int = 0  # the adapter that computes it; 0: the base alone
     tenant: str = ""  # the tenant whose KV budget counts its blocks
     kv_share: float = 0.0  # share of the pool that the tenant may hold; 0: no budget
+    probe: bool = False  # the version's probe scores its tokens
 
     @property
     def output_tokens(self) -> int:
@@ -174,6 +175,7 @@ def sequence_of(submit: Submit, *, arrival: int, eos_ids: frozenset[int]) -> Seq
         adapter=submit.adapter,
         tenant=submit.tenant,
         kv_share=submit.kv_share,
+        probe=submit.probe,
     )
     sequence.set_credit(submit.credit_limit)
     sequence.run_alone(submit.apart_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from services.core.fixed_cost.rows import RowEnd
@@ -116,8 +117,8 @@ class Outbox:
         longer: list[WorkerSequence] = []  # sequences that wait behind the others for the next frame
         for index, sequence in enumerate(dirty):
             if room <= 0:
-                self.dirty = dirty[index:] + longer
-                return
+                longer = dirty[index:] + longer
+                break
             if sequence.dropped:
                 sequence.queued = False
                 continue
@@ -130,6 +131,8 @@ class Outbox:
             pending = sequence.pending_ids
             count = len(pending)
             room -= count
+            if sequence.pending_scores:
+                _take_scores(frame, sequence, count)
             if sequence.pending_logprobs:
                 frame.logprobs[len(frame.handles)] = sequence.pending_logprobs
                 sequence.pending_logprobs = []
@@ -142,11 +145,29 @@ class Outbox:
             pending.clear()
             sequence.pending_text = ""
         self.dirty = longer
+        if frame.probe_scores:
+            _fill_scores(frame)
+
+
+def _take_scores(frame: StepFrame, sequence: WorkerSequence, count: int) -> None:
+    """Take the scores of its first pending tokens, before these; tokens of the prompt have none."""
+    _fill_scores(frame)
+    unscored = len(sequence.pending_ids) - len(sequence.pending_scores)
+    scores = [math.nan] * unscored + sequence.pending_scores
+    frame.probe_scores += scores[:count]
+    sequence.pending_scores = scores[count:]
+
+
+def _fill_scores(frame: StepFrame) -> None:
+    """Let each token of the frame have an entry: tokens that no probe judges have no number."""
+    frame.probe_scores += [math.nan] * (len(frame.ids) - len(frame.probe_scores))
 
 
 def _take_first(frame: StepFrame, sequence: WorkerSequence) -> None:
     """Take what a frame holds of a long output with log-probabilities; its text comes with the last of it."""
     pending, logprobs = sequence.pending_ids, sequence.pending_logprobs
+    if sequence.pending_scores:
+        _take_scores(frame, sequence, MAX_FRAME_LOGPROBS)
     frame.logprobs[len(frame.handles)] = logprobs[:MAX_FRAME_LOGPROBS]
     frame.handles.append(sequence.handle)
     frame.offsets.append(sequence.scored + sequence.tokens - sequence.prompt_tokens - len(pending))

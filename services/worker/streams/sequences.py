@@ -123,6 +123,7 @@ def submit_command(sequence: WorkerSequence, adapter: int = 0) -> wire.Submit:
         adapter=adapter,
         tenant=spec.tenant_id if spec.kv_share else "",
         kv_share=spec.kv_share,
+        probe=spec.probe,
     )
 
 
@@ -380,6 +381,7 @@ class SequenceTable:
         """Pass on a step's tokens. A sequence that is missing here was cancelled during the step."""
         live = self._live
         texts = self._texts
+        scores = event.probe_scores
         self._on_message(event.step_s)
         self._note_step(event)
         self.charges.note_step(event, live)
@@ -397,6 +399,8 @@ class SequenceTable:
             sequence = live.get(number)
             if sequence is None:
                 continue
+            if scores and sequence.spec.probe:
+                sequence.pending_scores.append(scores[row])
             if sequence.fast and (text := texts[token]) is not None:
                 sequence.pending_text += text
             else:

@@ -50,7 +50,7 @@ class Engine:
         handle = next(self.handles)
         fields = {
             name: options.pop(name)
-            for name in ("embed", "scored_tokens", "apart_tokens", "adapter")
+            for name in ("embed", "scored_tokens", "apart_tokens", "adapter", "probe")
             if name in options
         }
         credit = options.pop("credit", tokens)

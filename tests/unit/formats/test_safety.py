@@ -17,6 +17,9 @@ CATEGORIES = {"bad": {"action": "block"}, "own": {"action": "redact"}}
 MODEL = {"model": "guard", "labels": {"toxic": "bad"}}
 
 
+LABELS = st.sampled_from(["S1", "S2", "S3"])
+
+
 def pack_of(**fields: Any) -> SafetyPack:
     return check_policy(json.dumps({"categories": CATEGORIES, **fields}).encode())
 
@@ -40,7 +43,7 @@ def test_every_field_is_read() -> None:
         personal_data=[{"category": "own", "kinds": ["email", "card", "iban", "phone", "ip", "ssn"]}],
         probe={"category": "bad", "threshold": 0.5},
         classifiers=[MODEL | {"thresholds": {"toxic": 0.9}, "every_tokens": 8, "fail": "open"}],
-        judges=[MODEL | {"template": "llama-guard"}],
+        judges=[MODEL | {"template": "llama-guard", "labels": {"S1": "bad"}}],
         window_tokens=256,
         fail="hold",
         hold_s=2.5,
@@ -71,6 +74,14 @@ def test_every_field_is_read() -> None:
         ({"classifiers": [MODEL | {"thresholds": {"x": 0.1}}]}, r"\[0\]\.thresholds: 'x' is not in labels"),
         ({"classifiers": [MODEL | {"every_tokens": 64}]}, r"\[0\]\.every_tokens: .*raise the window"),
         ({"judges": [MODEL | {"template": "mine"}]}, r"\$\.judges\[0\]\.template"),
+        (
+            {"judges": [MODEL | {"template": "shieldgemma"}]},
+            r"^judges\[0\]\.labels: 'toxic' is no label of shieldgemma, which has dangerous_content, harass",
+        ),
+        (
+            {"judges": [MODEL | {"template": "qwen3guard-stream"}]},
+            r"^judges\[0\]\.template: 'qwen3guard-stream' is not served: .* neither engine runs",
+        ),
         ({"judges": [MODEL]}, r"missing required field `template` - at `\$\.judges\[0\]`"),
         ({"window_tokens": 257}, r"<= 256 - at `\$\.window_tokens`"),
         ({"fail": "never"}, r"\$\.fail"),
@@ -179,9 +190,7 @@ def packs(draw: st.DrawFn) -> SafetyPack:
         rules: list[dict[str, Any]] = [
             {
                 "model": model,
-                "labels": {
-                    label: draw(category) for label in draw(st.sets(st.sampled_from("xyz"), min_size=1))
-                },
+                "labels": {label: draw(category) for label in draw(st.sets(LABELS, min_size=1))},
                 "threshold": draw(st.floats(0, 1)),
                 "scopes": draw(st.sampled_from([["input"], ["output"], ["input", "output"]])),
                 "every_tokens": draw(st.integers(1, 16)),
@@ -195,7 +204,7 @@ def packs(draw: st.DrawFn) -> SafetyPack:
                 label: draw(st.floats(0, 1)) for label in rule["labels"] if draw(st.booleans())
             }
         fields["classifiers"] = rules
-        fields["judges"] = [rule | {"template": "shieldgemma"} for rule in rules]
+        fields["judges"] = [rule | {"template": "llama-guard"} for rule in rules]
     return check_policy(json.dumps(fields).encode())
 
 

@@ -113,8 +113,10 @@ def graphed(
     device: torch.device,
     *,
     warm: bool,
+    keeps_hidden: bool,
 ) -> Forward:
-    """Return the decoder, with graphs where it supports them; ``warm`` captures all batch sizes at once."""
+    """Return the decoder, with graphs where it supports them; ``warm`` captures all batch sizes at once.
+    ``keeps_hidden``: steps whose hidden states are asked for have graphs too."""
     from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):
@@ -126,6 +128,7 @@ def graphed(
         vocab_size=model.vocab_size,
         device=device,
         capture=CudaCapture(),
+        hidden_size=model.hidden_size if keeps_hidden else 0,
     )
     if warm:
         result.warm_up()

@@ -63,7 +63,9 @@ class GraphedDecoder:
         vocab_size: int,
         device: torch.device,
         capture: Capture,
+        hidden_size: int = 0,
     ) -> None:
+        """``hidden_size``: that of the states which every step keeps, for a probe; 0: none are kept."""
         most = sizes[-1]
         self._decoder = decoder
         self._attention = attention
@@ -73,6 +75,7 @@ class GraphedDecoder:
         self._inputs = torch.zeros(3 * most, dtype=torch.int64, device=device)
         self._every_row = torch.arange(most, device=device)
         self._logits = torch.zeros(most, vocab_size, dtype=torch.float32, device=device)
+        self._hidden = torch.zeros(most, hidden_size, device=device) if hidden_size else None
         self._graphs: dict[StepShape, Graph | None] = {}  # None: its capture failed
 
     @property
@@ -95,9 +98,11 @@ class GraphedDecoder:
         logit_rows: torch.Tensor,
         hidden: Hidden | None = None,
     ) -> torch.Tensor:
-        """See ``Decoder.forward``. A step whose hidden states are asked for runs without a graph."""
+        """See ``Decoder.forward``. A step in which hidden states of other rows are asked for runs without a
+        graph, and so does one with those of logit rows unless they are kept."""
         shape = self._attention.shape
-        if shape is None or hidden is not None or (graph := self._graph(shape)) is None:
+        lacks = hidden is not None and (hidden.others is not None or self._hidden is None)
+        if shape is None or lacks or (graph := self._graph(shape)) is None:
             return self._decoder.forward(tokens, positions, prompt_tokens, logit_rows, hidden)
         count = len(tokens)
         here = tokens.device == positions.device  # else some are known on the device alone
@@ -107,9 +112,10 @@ class GraphedDecoder:
         if not here:
             self._inputs[:count].copy_(tokens)
         graph.replay()
-        if len(logit_rows) == count:
-            return self._logits[:count]
-        return self._logits.index_select(0, logit_rows.to(self._device, non_blocking=True))
+        chosen = None if len(logit_rows) == count else logit_rows.to(self._device, non_blocking=True)
+        if hidden is not None and self._hidden is not None:
+            hidden.values = _chosen(self._hidden, count, chosen)
+        return _chosen(self._logits, count, chosen)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Decoder.logits``."""
@@ -127,14 +133,24 @@ class GraphedDecoder:
         tokens, positions, prompt_tokens = self._inputs[: 3 * shape.rows].view(3, shape.rows)
 
         def run() -> None:
-            logits = self._decoder.forward(tokens, positions, prompt_tokens, self._every_row[: shape.rows])
-            self._logits[: shape.rows].copy_(logits)
+            rows = self._every_row[: shape.rows]
+            kept = None if self._hidden is None else Hidden()
+            self._logits[: shape.rows].copy_(
+                self._decoder.forward(tokens, positions, prompt_tokens, rows, kept)
+            )
+            if self._hidden is not None and kept is not None and kept.values is not None:
+                self._hidden[: shape.rows].copy_(kept.values)
 
         try:
             return self._capture(run)
         except RuntimeError as error:  # torch's for whatever a capture may not contain, memory included
             log.warning("graph.capture_failed", rows=shape.rows, error=type(error).__name__)
             return None
+
+
+def _chosen(values: torch.Tensor, count: int, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return these of the values, or the first ``count``."""
+    return values[:count] if rows is None else values.index_select(0, rows)
 
 
 class CudaCapture:

@@ -69,7 +69,10 @@ class NullExecutor:
             self._pace()
         # Vectors have one dimension, since there is no model.
         vectors = {row: bytes(4) for row in batch.embedded}
-        return Samples(tokens, logprobs, embeddings=vectors, scores=blank_scores(batch))
+        # A text that no model wrote is safe.
+        probed = [0.0] * len(tokens) if any(s.probe for s in sampled) else []
+        scores = blank_scores(batch)
+        return Samples(tokens, logprobs, embeddings=vectors, scores=scores, probe_scores=probed)
 
     def resize(self, blocks: int) -> None:
         """See ``Runner``: there is no memory behind its blocks."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from operator import attrgetter
 from typing import Final, Protocol
 
 import torch
@@ -15,12 +16,14 @@ from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
 from services.worker.engine.execute.model import Hidden
+from services.worker.engine.execute.probe import Probe, scores_of
 from services.worker.engine.execute.step_rows import Seats, Spans, StepRows
 from services.worker.engine.sample.sampler import TORCH, Reductions, RuleOut, Sampled, launch, torch_rule_out
 from services.worker.engine.sequence import MAX_LOGPROBS
 from services.worker.engine_protocol import SampledLogprobs
 
 SLICE_ROWS: Final = 64  # rows whose logits are in memory at once
+_IS_PROBED: Final = attrgetter("probe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +126,14 @@ class Forward(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Running:
     """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden`` has the states of
-    the rows ``embedded`` as float32 on the device."""
+    the rows ``embedded`` as float32 on the device. ``probed`` are the probe's logits [rows], which are on the
+    host once the samples are; None: nobody asked for them."""
 
     sampled: Sampled | None
     embedded: list[int]
     hidden: torch.Tensor | None
     scores: PromptScores | None
+    probed: torch.Tensor | None
 
 
 def _rows_of(hidden: Hidden | None, rows: list[int]) -> torch.Tensor | None:
@@ -155,10 +160,13 @@ class TorchExecutor:
         rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
         runs_ahead: bool = False,
         adapters: AdapterSet | None = None,
+        probe: Probe | None = None,
     ) -> None:
         """``rebuild`` makes decoder and attention again where their buffers depend on the pool's size; with
-        true it also makes what is otherwise made at its first use. ``adapters`` are those of the decoder."""
+        true it also makes what is otherwise made at its first use. ``adapters`` are those of the decoder,
+        ``probe`` is that of the version."""
         self.adapters = adapters
+        self.probe = probe
         self.runs_ahead = runs_ahead
         self._rebuild = rebuild
         self._decoder = decoder
@@ -181,9 +189,14 @@ class TorchExecutor:
         with torch.inference_mode():
             self._cache.copy(batch.copies)
             embedded, scored = batch.embedded, scored_rows(batch, rows.spans)
-            hidden = Hidden(None if scored is None else scored.rows) if embedded or scored else None
+            probe = self.probe if any(map(_IS_PROBED, rows.sampling.sequences)) else None
+            keeps = bool(embedded or scored or probe)
+            hidden = Hidden(None if scored is None else scored.rows) if keeps else None
             logits = self._logits(rows, hidden)
-            sampled = None
+            sampled = probed = None
+            if probe is not None and hidden is not None and hidden.values is not None:
+                # Before the samples, so that these wait for its copy as well.
+                probed = probe.launch(hidden.values).to("cpu", non_blocking=True)
             if len(logits):
                 sampled = launch(logits, rows.sampling, self._reductions, batch.masks, self._rule_out)
                 self._tokens = sampled.tokens
@@ -193,12 +206,15 @@ class TorchExecutor:
             scores = None
             if scored is not None and hidden is not None and hidden.of_others is not None:
                 scores = launch_scores(self._decoder.logits, hidden.of_others, scored, self._reductions)
-            self._under_way.append(_Running(sampled, embedded, _rows_of(hidden, embedded), scores))
+            states = _rows_of(hidden, embedded)
+            self._under_way.append(_Running(sampled, embedded, states, scores, probed))
 
     def collect(self) -> Samples:
         """See ``Executor``."""
         running = self._under_way.popleft()
         samples = running.sampled.samples() if running.sampled is not None else Samples([])
+        if running.probed is not None:
+            samples.probe_scores.extend(scores_of(running.probed.tolist()))
         if running.scores is not None:
             samples.scores.update(running.scores.entries())
         if running.hidden is not None:

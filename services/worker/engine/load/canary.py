@@ -1,7 +1,8 @@
 """What a loaded engine promises, found by trying it.
 
 Sequences run alone, then in company with their prompts cut, then resumed in the middle. Their
-log-probabilities are compared by bits, because equal tokens hide differences that change one in a million.
+log-probabilities, and the scores of a probe, are compared by bits, because equal tokens hide differences that
+change one in a million.
 
 Adapters of one product each run beside the base: each has to change its sequence, and no bit of the others.
 """
@@ -32,7 +33,7 @@ RESUMED_AT: Final = 3
 # The base is first and last, beside adapters of one product each.
 ADAPTED_TOKENS: Final = (9, 5, 12, 7, 3, 11)
 FIRST_ADAPTER: Final = 1 << 30  # no number that an agent comes to
-Output = list[tuple[int, SampledLogprobs]]
+Output = list[tuple[int, SampledLogprobs, float]]  # tokens, with the score of a probe
 
 
 def is_exact(fresh: Callable[[], Engine], vocab_size: int) -> bool:
@@ -40,13 +41,17 @@ def is_exact(fresh: Callable[[], Engine], vocab_size: int) -> bool:
 
     ``fresh`` returns an engine without sequences.
     """
-    submits = _submits(vocab_size, fresh().max_model_len, PROMPT_TOKENS)
+    engine = fresh()
+    submits = [
+        msgspec.structs.replace(submit, probe=engine.has_probe)
+        for submit in _submits(vocab_size, engine.max_model_len, PROMPT_TOKENS)
+    ]
     alone = [_run(fresh(), [each])[0] for each in submits]
     if _run(fresh(), submits) != alone:
         return False
     cut = [output[:RESUMED_AT] for output in alone]
     resumed = [
-        msgspec.structs.replace(submit, produced_ids=[token for token, _ in output])
+        msgspec.structs.replace(submit, produced_ids=[token for token, *_ in output])
         for submit, output in zip(submits, cut, strict=True)
     ]
     rest = _run(fresh(), resumed)
@@ -121,6 +126,7 @@ def _run(engine: Engine, submits: Sequence[Submit]) -> list[Output]:
         engine.apply(submit)
     while engine.has_work:
         stepped = engine.step()
-        for handle, token in zip(stepped.handles, stepped.tokens, strict=True):
-            outputs[handle].append((token, stepped.logprobs[handle].pop(0)))
+        probed = stepped.probe_scores or [0.0] * len(stepped.tokens)
+        for handle, token, score in zip(stepped.handles, stepped.tokens, probed, strict=True):
+            outputs[handle].append((token, stepped.logprobs[handle].pop(0), score))
     return list(outputs.values())

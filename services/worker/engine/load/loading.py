@@ -18,6 +18,7 @@ import structlog
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import ModelConfig, parse_config
+from fairway.formats.probe import PROBE
 from fairway.formats.rope_config import context_of
 from fairway.formats.tokenizer_files import read_tokenizer_files
 from services.core.generation import OutputLimits, Prompt, Sampling
@@ -53,6 +54,10 @@ MAX_KV_BLOCKS: Final = 1 << 24
 MAX_PROPOSALS: Final = 64
 GRAMMAR_NICENESS: Final = 10
 CANARY_BUDGET: Final = 64  # tokens of a step, so that the canary's prompts are cut
+
+# What every engine but vLLM's promises, and what a version with a probe adds.
+_OWN: Final[tuple[Capability, ...]] = ("resize",)
+_WITH_PROBE: Final[frozenset[Capability]] = frozenset({"probe"})
 
 log = structlog.get_logger()
 
@@ -140,7 +145,8 @@ def _costliest(vocab_size: int) -> Sampling:
 def _sequence(tokens: int, sampling: Sampling, config: EngineConfig, *, spare: int = 0) -> SequenceState:
     """Return a sequence with all but the last token computed, or nothing; half of it is output."""
     prompt = max(1, tokens // 2)
-    submit = Submit(0, Prompt([0] * prompt), sampling, _LIMITS, 1 << 30, produced_ids=[0] * (tokens - prompt))
+    produced = [0] * (tokens - prompt)
+    submit = Submit(0, Prompt([0] * prompt), sampling, _LIMITS, 1 << 30, produced_ids=produced, probe=True)
     sequence = sequence_of(submit, arrival=0, eos_ids=frozenset())
     sequence.blocks = [0] * -(-(tokens + spare) // config.block_size)
     sequence.capacity = len(sequence.blocks) * config.block_size
@@ -256,7 +262,7 @@ def _load_vllm(
 
 def _promised(config: EngineConfig, fresh: Callable[[], Engine], ready: Ready) -> frozenset[Capability]:
     """Return what the engine may promise: exactness is claimed by the configuration and shown by a canary."""
-    promised: set[Capability] = set() if config.executor == "vllm" else {"resize"}
+    promised = {*ready.capabilities, *(() if config.executor == "vllm" else _OWN)}
     on_cpu = config.device.partition(":")[0] == "cpu"
     claims = config.mode == "exact" or (config.mode == "auto" and on_cpu)
     if config.executor == "vllm":
@@ -377,6 +383,7 @@ def _engine(
         page=page,
         constraints=constraints,
         adapters=adapters,
+        has_probe="probe" in ready.capabilities,
     )
 
 
@@ -471,6 +478,8 @@ def _load_null(config: EngineConfig) -> tuple[Executor, Ready, frozenset[int]]:
         context_of(fields) if "max_position_embeddings" in fields else NULL_MAX_MODEL_LEN
     )
     ready = _ready(config, vocab_size, longest, config.block_size * NULL_KV_BYTES_PER_TOKEN, weight_bytes=0)
+    if (model_dir / PROBE).exists():
+        ready = msgspec.structs.replace(ready, capabilities=_WITH_PROBE)
     executor = NullExecutor(
         vocab_size=vocab_size,
         eos_ids=stop_ids,
@@ -501,9 +510,12 @@ def _load_torch(
     if meter is not None:
         meter.begin()
     weights = torch_loading.load_weights_of(model, model_dir, config, report)
+    probe = torch_loading.load_probe(model, model_dir, config)
     ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
+    if probe is not None:
+        ready = msgspec.structs.replace(ready, capabilities=_WITH_PROBE)
     blocks = ready.kv_blocks_total if meter is None else PROFILED_BLOCKS
-    executor = torch_loading.executor_of(model, weights, config, ready, blocks=blocks)
+    executor = torch_loading.executor_of(model, weights, config, ready, blocks=blocks, probe=probe)
     return executor, ready, stop_ids
 
 

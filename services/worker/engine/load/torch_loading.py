@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import structlog
 import torch
+from safetensors import safe_open
 
 from fairway.formats.decoder_config import ModelConfig
-from fairway.formats.weights import decoder_layout
+from fairway.formats.probe import PROBE, require_probe
+from fairway.formats.weights import BadWeights, decoder_layout
 from services.runtime.process.folders import cache_folder, keep_newest, name_folder
 from services.worker.engine.cuda import backend as cuda_backend
 from services.worker.engine.execute.adapters import AdapterSet
@@ -18,9 +21,11 @@ from services.worker.engine.execute.attention import Attention, TorchAttention
 from services.worker.engine.execute.kv_cache import KvCache, kv_shape
 from services.worker.engine.execute.model import Decoder, Weights, load_weights
 from services.worker.engine.execute.operators import Operators, TorchOperators
+from services.worker.engine.execute.probe import Probe
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
-from services.worker.engine.load.weights import Checkpoint
+from services.worker.engine.load.config import names_in, read_part
+from services.worker.engine.load.weights import Checkpoint, tensor_of
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
 from services.worker.engine.native.build import BuildFailed, Toolchain, build, make_private
@@ -28,7 +33,7 @@ from services.worker.engine.native.check import wrong
 from services.worker.engine.native.library import SUFFIX, Library, loaded_openmp
 from services.worker.engine.native.operators import NativeOperators
 from services.worker.engine.sample.sampler import torch_rule_out
-from services.worker.engine.unsupported import BadEngineConfig
+from services.worker.engine.unsupported import BadCheckpoint, BadEngineConfig
 from services.worker.engine_protocol import EngineConfig, Ready
 
 MAX_KERNEL_BYTES: Final = 512 * 1024 * 1024
@@ -111,8 +116,29 @@ def load_weights_of(
         )
 
 
+def load_probe(model: ModelConfig, model_dir: Path, config: EngineConfig) -> Probe | None:
+    """Return the version's probe on the configured device, None without one. Raises BadCheckpoint."""
+    try:
+        categories = require_probe(names_in(model_dir), partial(read_part, model_dir), model.hidden_size)
+    except BadWeights as error:
+        raise BadCheckpoint(str(error)) from error
+    if not categories:
+        return None
+    device = device_of(config.device)
+    with torch.inference_mode(), safe_open(model_dir / PROBE, framework="pt", device="cpu") as file:
+        weight, bias = (tensor_of(file, name, torch.float32).to(device) for name in ("weight", "bias"))
+    reductions = cuda_backend.reductions_of(config, has_kernels=cuda_backend.has_kernels(device))
+    return Probe(weight, bias, reductions)
+
+
 def executor_of(
-    model: ModelConfig, weights: Weights, config: EngineConfig, ready: Ready, *, blocks: int | None = None
+    model: ModelConfig,
+    weights: Weights,
+    config: EngineConfig,
+    ready: Ready,
+    *,
+    blocks: int | None = None,
+    probe: Probe | None = None,
 ) -> TorchExecutor:
     """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
     device, dtype = device_of(config.device), DTYPES[config.dtype]
@@ -131,7 +157,10 @@ def executor_of(
             attention = _attention(model, operators, config, cache, has_kernels=has_kernels)
             decoder: Forward = Decoder(model, weights, rope=rope, attention=attention, adapters=adapters)
             if has_kernels:
-                decoder = cuda_backend.graphed(decoder, attention, model, config, device, warm=warm)
+                keeps = probe is not None
+                decoder = cuda_backend.graphed(
+                    decoder, attention, model, config, device, warm=warm, keeps_hidden=keeps
+                )
         return decoder, attention
 
     return TorchExecutor(
@@ -142,6 +171,7 @@ def executor_of(
         rebuild=build,
         runs_ahead=device.type == "cuda",
         adapters=adapters,
+        probe=probe,
     )
 
 

@@ -22,7 +22,7 @@ from services.worker.engine_protocol import (
     Resized,
     StepLink,
 )
-from services.worker.engines.vllm.loading import unlink_shared, vllm_config_of, watch, without_adapter
+from services.worker.engines.vllm.loading import files_for_vllm, unlink_shared, vllm_config_of, watch
 
 
 class Following:
@@ -52,7 +52,7 @@ class Following:
 def follow(config: EngineConfig, report: Report) -> tuple[Following, Ready]:
     """Return once the ranks of this node have met those of the others. Raises LoadError."""
     report("weights", 0.0)
-    with without_adapter(Path(config.model_dir)) as folder:
+    with files_for_vllm(Path(config.model_dir)) as folder:
         base = structs.replace(config, model_dir=str(folder))
         ranks = MultiprocExecutor(vllm_config_of(base), monitor_workers=False)
     watch(ranks)

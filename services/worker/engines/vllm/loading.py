@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
+from fairway.formats.probe import PROBE
 from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_FILES
 from services.runtime.process.shared_memory import SHARED, mapped_inodes
 from services.worker.engine.execute.executor import Adapters, Executor, Inline
@@ -51,19 +52,20 @@ def load_vllm(
     config: EngineConfig, report: Callable[[str, float], None]
 ) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
     """Return an executor on ranks that have the weights and a pool, and its adapters. Raises LoadError."""
-    with without_adapter(Path(config.model_dir)) as folder:
+    with files_for_vllm(Path(config.model_dir)) as folder:
         return _load(structs.replace(config, model_dir=str(folder)), report)
 
 
 @contextlib.contextmanager
-def without_adapter(folder: Path) -> Iterator[Path]:
-    """Yield a folder without the files of an adapter: vLLM would take them for weights of the model."""
-    if not (folder / ADAPTER_CONFIG).exists():
+def files_for_vllm(folder: Path) -> Iterator[Path]:
+    """Yield a folder without an adapter's files and without a probe: vLLM would take them for weights of the
+    model."""
+    if not (folder / ADAPTER_CONFIG).exists() and not (folder / PROBE).exists():
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="fw-base-") as base:
         for entry in folder.iterdir():
-            if entry.name not in ADAPTER_FILES:
+            if entry.name not in (*ADAPTER_FILES, PROBE):
                 (Path(base) / entry.name).symlink_to(entry.resolve())
         yield Path(base)
 

@@ -110,6 +110,7 @@ starts = st.builds(
     delivered_chars=uint64,
     time_left_s=st.none() | st.integers(0, 86_400_000).map(lambda ms: ms / 1000),
     traceparent=short,
+    probe=st.booleans(),
 )
 ends = st.builds(
     SequenceEnd,
@@ -151,6 +152,8 @@ def frames(draw: st.DrawFn) -> StepFrame:
         frame.texts.append(draw(short))
         if draw(st.booleans()):
             frame.logprobs[entry] = draw(st.lists(logprobs, max_size=2))
+    if draw(st.booleans()):
+        frame.probe_scores = [draw(float32) for _ in frame.ids]
     return frame
 
 
@@ -195,6 +198,7 @@ def test_a_start_without_a_leader_arrives_as_it_was_sent(
         {"handles": [1], "offsets": [], "counts": [1], "ids": [7], "texts": [""]},
         {"handles": [1], "offsets": [0], "counts": [1], "ids": [7], "texts": []},
         {"handles": [], "offsets": [], "counts": [], "ids": [7], "texts": []},
+        {"handles": [1], "offsets": [0], "counts": [2], "ids": [7, 8], "texts": [""], "probe_scores": [0.5]},
     ],
 )
 def test_columns_that_do_not_fit_are_refused(tokens: dict[str, Any]) -> None:

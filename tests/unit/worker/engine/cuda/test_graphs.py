@@ -14,6 +14,7 @@ from services.worker.engine.execute.model import Hidden
 
 CPU = torch.device("cpu")
 VOCABULARY = 5
+HIDDEN = 3
 SIZES = (1, 2, 4)
 
 
@@ -35,6 +36,8 @@ class Adding:
         self.runs.append(len(tokens))
         self.positions.append(int(positions.max()))
         rows = (tokens * 10000 + positions * 100 + prompt_tokens).float()
+        if hidden is not None:
+            hidden.values = rows[logit_rows][:, None].repeat(1, HIDDEN)
         return rows[logit_rows][:, None] + torch.arange(VOCABULARY)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,6 +88,7 @@ class Recorder:
 @dataclass
 class Rig:
     refuses: tuple[int, ...] = ()
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         self.plain, self.attention = Adding(), Stepping()
@@ -96,6 +100,7 @@ class Rig:
             vocab_size=VOCABULARY,
             device=CPU,
             capture=self.capture,
+            hidden_size=self.hidden_size,
         )
 
     def step(self, rows: int, seed: int, logit_rows: list[int] | None = None) -> None:
@@ -141,6 +146,25 @@ def test_steps_of_any_size_answer_as_without_graphs() -> None:
     assert rig.capture.captured == 3
     rig.step(5, 99)  # too many for a graph
     assert rig.capture.captured == 3
+
+
+def test_hidden_states_come_from_graphs_that_keep_them() -> None:
+    for kept, captured in ((HIDDEN, 2), (0, 0)):
+        rig = Rig(hidden_size=kept)
+        for rows, chosen in ((4, [0, 1, 2, 3]), (3, [2, 0]), (2, [1])):
+            first, wanted = torch.arange(rows), torch.tensor(chosen)
+            here, there = Hidden(), Hidden()
+            rig.attention.begin(rows)
+            rig.graphed.forward(first + 1, first + 2, first + 3, wanted, here)
+            Adding().forward(first + 1, first + 2, first + 3, wanted, there)
+            assert here.values is not None
+            assert there.values is not None
+            assert torch.equal(here.values, there.values)
+        assert rig.capture.captured == captured
+        others, one = Hidden(torch.tensor([0])), torch.ones(1, dtype=torch.int64)
+        rig.attention.begin(1)
+        rig.graphed.forward(one, one, one, torch.tensor([0]), others)
+        assert rig.capture.captured == captured, "states of other rows are in no graph"
 
 
 def test_a_capture_amid_serving_sees_nothing_of_earlier_steps() -> None:
