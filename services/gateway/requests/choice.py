@@ -286,6 +286,7 @@ class ChoiceRun(SequenceAttempts):
             scored_tokens=self._scored,
             node_group=request.tenant.node_group,
             kv_share=request.tenant.kv_share,
+            probe=self._screen is not None and self._screen.probed,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
@@ -359,6 +360,10 @@ class ChoiceRun(SequenceAttempts):
         self.timer.enter(Stage.ENGINE_WAIT, self._clock.monotonic_s())
         if self._paid:
             self._extend()
+
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        if self._screen is not None:
+            self._screen.on_scores(self.choice, offset, scores)
 
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]

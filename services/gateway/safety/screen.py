@@ -9,6 +9,7 @@ its own verdicts. Held tokens count as taken for the worker's credit, but not fo
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,11 @@ class OutputScreen:
     def held(self, choice: int) -> int:
         """Return the tokens of a choice for which the worker needs credit beyond the reader's windows."""
         return self._choices[choice].held
+
+    @property
+    def probed(self) -> bool:
+        """Whether the worker is to send the scores of a probe."""
+        return any(one.probed for one in (*self._choices, *self._shadows))
 
     def allow(self, choice: int, tokens: int) -> None:
         """The client takes ``tokens`` more of the choice."""
@@ -226,6 +232,10 @@ class ChoiceScreen:
     def held(self) -> int:
         return max(self._waiting, self._window) + self._suppressed
 
+    @property
+    def probed(self) -> bool:
+        return self._safety.pack.probe is not None
+
     def allow(self, tokens: int) -> None:
         if self._allowed is not None:
             self._allowed += tokens
@@ -286,12 +296,15 @@ class ChoiceScreen:
         rule = self._safety.pack.probe
         if rule is None or self._ended:
             return
-        above = (at for at, score in enumerate(scores, offset) if not score < rule.threshold)
-        found = next((at for at in above if at >= self._start.tokens), None)
-        if found is not None:
-            self._unsafe(rule.category, Place(found, _ALL.chars), "")
-        if found is None or not self._ended:
-            self._probed = max(self._probed, offset + len(scores))
+        first = max(self._start.tokens, self._scored)
+        for at, score in enumerate(scores, offset):
+            if at >= first and math.isnan(score):
+                return  # the token comes without a verdict
+            if at >= first and score >= rule.threshold:
+                self._unsafe(rule.category, Place(at, _ALL.chars), "")
+                if self._ended:
+                    return
+            self._probed = max(self._probed, at + 1)
 
     def _hold(self, held: _Held) -> None:
         self._queue.append(held)

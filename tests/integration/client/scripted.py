@@ -162,6 +162,9 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServiceServicer):
     async def Infer(self, request: pb.InferRequest, context: Context) -> pb.InferResponse:
         raise NotImplementedError
 
+    async def Moderate(self, request: pb.ModerateRequest, context: Context) -> pb.ModerateResponse:
+        raise NotImplementedError
+
     async def _meet(self, context: Context) -> Fault | None:
         """Take the next fault; one that sends nothing happens here."""
         self.calls += 1

@@ -10,7 +10,7 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from itertools import product
-from re import _parser as re_parser  # type: ignore[attr-defined]
+from re import _parser as re_parser
 from typing import Any
 
 import pytest

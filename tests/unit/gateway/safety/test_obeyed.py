@@ -97,7 +97,7 @@ async def test_a_request_is_pinned_to_its_packs_and_says_so(gateway: Gateway, pa
 async def test_what_it_obeys_is_written_down_and_read_back(gateway: Gateway, packs: Any) -> None:
     found, (written,) = await admitted(gateway)
     assert found.safety is not None
-    assert found.safety.pins == found.spec.safety == written.safety == pins(OWN)
+    assert found.safety.terms.pins == found.spec.safety == written.safety == pins(OWN)
     assert [rule.phrases for rule in found.safety.pack.lists] == [("own",), ("pack",)]
     (read,) = decode(encode([written]))
     assert read == written
@@ -151,7 +151,7 @@ async def test_a_request_that_moves_to_another_version_obeys_that(
     moved = await found.reroute(found)
     assert moved.spec.version_digest == SMALL
     assert moved.safety is not None
-    assert moved.safety.pins == moved.spec.safety == pins(OF_SMALL), "the tenant's stays as it was"
+    assert moved.safety.terms.pins == moved.spec.safety == pins(OF_SMALL), "the tenant's stays as it was"
 
 
 async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any) -> None:
