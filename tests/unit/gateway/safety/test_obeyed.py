@@ -31,6 +31,7 @@ from services.gateway.faces.grpc.messages import accepted_message
 from services.gateway.idempotency.record_codec import AcceptedTerms, decode, encode
 from services.gateway.requests.terms import Resume
 from services.gateway.safety.packs import SafetyPacks
+from tests.support.safety import desk_of
 from tests.unit.gateway.conftest import DIGEST
 from tests.unit.gateway.policy.test_degrade import SMALL, Gateway, admitted, gateway
 
@@ -62,7 +63,9 @@ def packs(fleet: Any, gateway: Gateway, tmp_path: Path) -> Any:
     assign(fleet)
     admission = gateway.service._admission
     admission._ports = gateway.service._ports = replace(
-        gateway.service._ports, packs=SafetyPacks(fleet.catalog, fleet.files)
+        gateway.service._ports,
+        packs=SafetyPacks(fleet.catalog, fleet.files),
+        safety=desk_of(),
     )
     return fleet.files
 
