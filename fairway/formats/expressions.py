@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass
-from re import _constants as sre
-from re import _parser as sre_parser
+from functools import lru_cache
+from re import _constants as sre  # type: ignore[attr-defined]
+from re import _parser as sre_parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 from fairway.formats.folding import fold, fold_char
@@ -185,6 +186,7 @@ def _class(items: Any) -> CharSet:
     return CharSet(tuple(sorted(set(ranges))), kinds, negated)
 
 
+@lru_cache(maxsize=256)
 def _folded(first: int, last: int) -> tuple[tuple[str, str], ...]:
     """Return the ranges of what the characters between two become. Raises ValueError if that is nothing."""
     if last - first > _MAX_FOLDED_RANGE:

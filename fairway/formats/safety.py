@@ -224,7 +224,8 @@ def stricter(default: SafetyPack, tenant: SafetyPack) -> SafetyPack:
     for name in sorted(without_place):
         if categories[name].action == "redact":
             categories[name] = SafetyCategory(action="stop")
-    return SafetyPack(
+    return msgspec.structs.replace(
+        default,
         categories=categories,
         lists=default.lists + tuple(rule for rule in tenant.lists if rule not in default.lists),
         personal_data=default.personal_data

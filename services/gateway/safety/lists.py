@@ -35,7 +35,7 @@ class TextMatch:
 
 
 class TextRules:
-    """The rules of a pack for inputs or outputs, compiled."""
+    """The rules of a pack for inputs or outputs, compiled: up to half a second for the largest pack."""
 
     def __init__(self, pack: SafetyPack, scope: Scope) -> None:
         personal_data = [rule.category for rule in pack.personal_data]
@@ -107,7 +107,10 @@ class TextScan:
 
     @property
     def safe_chars(self) -> int:
-        """How many characters of the text no match can include that is not complete. It never decreases."""
+        """How many characters of the text no match can include that is not complete. It never decreases.
+
+        A match has at most 256 folded characters; white space and marks within it add any number to them.
+        """
         if self._finished:
             return self.chars
         safe = self._search.held_from(self.chars)

@@ -83,15 +83,13 @@ class SafetyPacks:
         own = await self._policy(model, version_digest)
         pins = SafetyPins(default_digest=own.digest)
         if tenant.safety_pack:
+            pack, name = tenant.safety_pack, tenant.meta.name
             try:
-                pins = self._routed(
-                    pins, tenant.safety_pack, tenant.meta.name, session_key, tenant.max_priority
-                )
-            except (
-                ModelNotFound
-            ) as error:  # its deployment is older than the tenant's, and is on its way here
+                pins = self._routed(pins, pack, name, session_key, tenant.max_priority)
+            except ModelNotFound as error:
+                # Its deployment is older than its assignment, and is on its way here.
                 raise Unavailable(
-                    f"this gateway does not have the safety pack {tenant.safety_pack} yet",
+                    f"this gateway does not have the safety pack {pack} yet",
                     retry_after_s=_RETRY_S,
                 ) from error
         return await self._terms(own, pins)
