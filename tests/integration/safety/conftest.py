@@ -79,6 +79,8 @@ class Installation:
     """Control plane, registry, and what a gateway has of safety packs."""
 
     store: EtcdStore
+    store_address: str
+    address: str  # the control plane's
     registry: Served
     stub: controlplane_pb2_grpc.ControlPlaneServiceAsyncStub
     slis: SliStore
@@ -173,7 +175,8 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
         packs = SafetyPacks(catalog, files)
         await until(lambda: slis.leads and events.revision > 0)
-        yield Installation(store, registry, stub, slis, catalog, packs, tenants, tmp_path)
+        addresses = own_etcd.address, f"127.0.0.1:{server.port}"
+        yield Installation(store, *addresses, registry, stub, slis, catalog, packs, tenants, tmp_path)
         files.close()
     for task in tasks:
         task.cancel()

@@ -150,6 +150,12 @@ async def test_a_classifier_is_asked_and_charged_to_the_tenant(
     assert scores == pytest.approx(probabilities)
     assert [one.flagged for one in found.results] == [score >= between for score in scores]
     assert [one.model for one in gateway.reported[before:]] == ["emotion"]
+    topics = {**both, "model": "topics"}
+    gateway.deploy_pack("both", write(tmp_path / "both", classifiers=[both, topics]))
+    await moderated(sockets, *texts, pack="both")
+    charged = gateway.reported[before + 1 :]
+    assert [one.model for one in charged] == ["emotion", "topics"]
+    assert len({one.request_id for one in charged}) == 2, "a request id is charged once"
     assert not (await moderated(sockets, *texts, pack="moody", outputs=True)).results[0].categories[2].score
 
 

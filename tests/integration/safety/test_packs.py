@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 from fairway.client.publish.publish import PublishRefused, publish
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import registry_pb2
-from services.controlplane.event_log import EventRecord
+from services.adapters.etcd.store import EtcdStore
+from services.controlplane.resources.accounts import Accounts, Sealer
+from services.controlplane.resources.deployments import Deployments
 from services.core.arms import ArmKey, SliKey
 from services.core.errors import FailedPrecondition, FairwayError, InvalidInput, NotFound, Unavailable
 from services.core.manifest import sha256_of
-from services.core.records import ASSIGNMENTS, EVENTS, Priority, load
+from services.core.records import ASSIGNMENTS, DEPLOYMENTS, EVENTS, EventRecord, Meta, Priority, Tenant, load
 from services.gateway.slis import ScreenEnd, SliRecorder, subject_of
 from services.rpc.status import from_rpc_error
 from tests.integration.safety.conftest import CLOCK, Installation, policy
@@ -163,20 +166,45 @@ async def test_a_pack_that_a_tenant_obeys_stays(installation: Installation) -> N
     await installation.call("DeleteDeployment", delete)
 
 
-async def test_an_assignment_that_comes_during_the_deletion_wins(installation: Installation) -> None:
-    """The deletion read no tenant with the pack; the tenant got it before the deletion was committed."""
+@pytest.mark.parametrize("first", ["assignment", "deletion"])
+async def test_of_an_assignment_and_a_deletion_at_once_one_fails(
+    installation: Installation, first: str
+) -> None:
+    """Both read the state before; the second to commit acts on what is no longer so."""
     await installation.publish(policy("kaboom"))
     await installation.deploy()
     await installation.tenant(pack="")
-    both = await asyncio.gather(
-        installation.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="strict")),
-        installation.call(
-            "UpdateTenant",
-            pb.UpdateTenantRequest(tenant=pb.Tenant(metadata=pb.Metadata(name="acme"), safety_pack="strict")),
-        ),
-        return_exceptions=True,
-    )
-    assert sum(isinstance(one, FairwayError) for one in both) == 1, both
+    store = Overtaken([installation.store_address], CLOCK)
+
+    async def assign() -> None:
+        await installation.tenant(new=False)
+
+    async def delete() -> None:
+        await installation.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="strict"))
+
+    store.between = assign if first == "assignment" else delete
+    accounts = Accounts(store, CLOCK, Sealer(b"k" * 32), new_secret=lambda: b"s" * 32)
+    with pytest.raises(FairwayError):
+        if first == "assignment":
+            await Deployments(store, CLOCK).delete("strict")
+        else:
+            await accounts.update_tenant(Tenant(Meta("acme"), safety_pack="strict"))
+    assert store.between is None
+    deployed = await installation.store.get(DEPLOYMENTS + "strict")
+    assert (deployed is not None) is (first == "assignment")
+    await store.close()
+
+
+class Overtaken(EtcdStore):
+    """Lets another call commit first."""
+
+    between: Callable[[], Awaitable[None]] | None = None
+
+    async def commit(self, *arguments: Any, **named: Any) -> Any:
+        if self.between is not None:
+            act, self.between = self.between, None
+            await act()
+        return await super().commit(*arguments, **named)
 
 
 async def test_an_assignment_is_an_event(installation: Installation) -> None:

@@ -59,6 +59,7 @@ class ModerationsFace:
                 "texts to judge by a safety pack; `model` names it, by default the tenant's",
                 takes=(JSON,),
                 body=ModerationsBody,
+                headers=("x-request-timeout-s", "x-session-key"),
             ),
         )
 

@@ -80,6 +80,13 @@ def test_the_event_of_a_quarantined_input_has_what_it_did(deaths: int, text: str
         (TENANTS + "acme", TENANT, replace(TENANT, disabled=True), ["TENANT_DISABLED"]),
         (TENANTS + "acme", TENANT, replace(TENANT, max_concurrency=3), ["TENANT_UPDATED"]),
         (TENANTS + "acme", TENANT, None, ["TENANT_DELETED"]),
+        (TENANTS + "acme", TENANT, replace(TENANT, safety_pack="strict"), ["SAFETY_PACK_ASSIGNED"]),
+        (
+            TENANTS + "acme",
+            replace(TENANT, safety_pack="strict"),
+            replace(TENANT, disabled=True),
+            ["TENANT_DISABLED", "SAFETY_PACK_ASSIGNED"],
+        ),
         (QUARANTINE + "v/f", None, POISON, ["INPUT_QUARANTINED"]),
         (QUARANTINE + "v/f", POISON, replace(POISON, deaths=3), []),
         (QUARANTINE + "v/f", POISON, None, ["INPUT_RELEASED"]),

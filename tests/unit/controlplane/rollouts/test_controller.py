@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from services.controlplane.objectives.policy.gates import GateMetric, Verdict
+from services.controlplane.objectives.policy.gates import PACK_BOUNDS, GateMetric, Verdict
 from services.controlplane.rollouts.controller import RolloutController, gate_plan, judged
 from services.controlplane.rollouts.policy.effects import load_ratio, replicas_for_weight, route_of
-from services.controlplane.rollouts.records import GateSettings, Rollout, RolloutPhase, RolloutStrategy
+from services.controlplane.rollouts.records import (
+    GateSettings,
+    Rollout,
+    RolloutPhase,
+    RolloutStrategy,
+    with_defaults,
+)
 from services.core.arms import ArmKey, ArmWindow, GateWindow
 from services.core.records import BurnAlert, Priority, Sli
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm, Shadow
@@ -84,6 +91,25 @@ def test_the_cost_counts_by_the_copies_that_were_made() -> None:
     few = arm(12, tokens=500, output_tokens=250, device_s=15.0)
     assert verdicts(few)[GateMetric.COST] == (Verdict.FAIL, False)
     assert verdicts(few, replicas=1)[GateMetric.COST] == (Verdict.FAIL, True)
+
+
+@pytest.mark.parametrize(("interventions", "verdict"), [(1, Verdict.PASS), (5, Verdict.FAIL)])
+def test_a_safety_pack_is_judged_by_its_interventions_without_workers_to_compare(
+    interventions: int, verdict: Verdict
+) -> None:
+    arms = (RouteArm("stable", OLD, 9_900, 0), RouteArm("canary", NEW, 100, 1))
+    route = ModelRoute("strict", "salt", arms, step="r/0")
+    canary = with_defaults(rollout(phase=RolloutPhase.RUNNING), of_pack=True)
+    windows = {OLD: arm(100, interventions=1), NEW: arm(100, interventions=interventions)}
+    found = {one.metric: one for one in judged(canary, route, windows)["canary"].evidence}
+    assert tuple(found) == tuple(PACK_BOUNDS)
+    assert (found[GateMetric.INTERVENTION_RATE].verdict, found[GateMetric.INTERVENTION_RATE].counted) == (
+        verdict,
+        True,
+    )
+    assert (found[GateMetric.COST].verdict, found[GateMetric.COST].counted) == (Verdict.PASS, True)
+    named = replace(canary, gate=GateSettings(metrics=(GateMetric.COST,)))
+    assert with_defaults(named, of_pack=True).gate.metrics == (GateMetric.COST,), "an operator's stay"
 
 
 def itl(seconds: float, requests: int = 25, **changes: float) -> ArmWindow:

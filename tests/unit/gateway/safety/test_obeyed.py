@@ -162,7 +162,8 @@ async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any)
     with pytest.raises(Unavailable, match="nothing is sent unjudged") as refused:
         await gateway.ask()
     assert refused.value.retry_after_s
-    assert gateway.placement.asked == gateway.workers.started == []
+    assert not gateway.placement.asked
+    assert not gateway.workers.started
     assert await gateway.service._ports.limiter.concurrency("acme") == 0  # type: ignore[union-attr]
     packs.fetch = fetch
     assert (await gateway.ask()).accepted.safety == pins(OWN)
