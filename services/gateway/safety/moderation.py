@@ -133,9 +133,7 @@ class Moderations:
                 f"the classifier {rule.model} has no label {unknown[0]!r}: roll out a pack that fits it",
                 model=rule.model,
             )
-        answer = await self._rows.infer(
-            caller, asked, received=received, timeout_s=timeout_s, filtered=False
-        )
+        answer = await self._rows.infer(caller, asked, received=received, timeout_s=timeout_s, filtered=False)
         output = next(tensor for tensor in answer.outputs if tensor.name == PROBABILITIES)
         if output.shape != (len(request.inputs), len(names)):
             raise FailedPrecondition(
