@@ -330,17 +330,25 @@ async def test_a_shadow_pack_flags_alone() -> None:
     assert counted(metrics, name, action="block") == 0
 
 
+async def test_the_end_of_an_output_completes_a_word() -> None:
+    out = Out()
+    pack = phrases("block", "cat")
+    pack["lists"][0]["whole_words"] = True
+    result = await screened(pack, Run(["a ", "cat"]), out)
+    assert (result.finish_reason, out.text) == (FinishReason.FILTERED, "a ")
+
+
 async def test_a_resume_reads_on_after_what_was_released() -> None:
     """No verdict is repeated, and a word that began before is one word."""
     classifiers, out = ScriptedClassifiers(), Out(ids=[0, 1], text="")
     pack = classifier(window_tokens=1) | {
         "lists": [{"category": "judged", "phrases": ["cat"], "whole_words": True}],
     }
-    earlier = (Produced((0, 1), 6, "a tomc"),)
+    earlier = (Produced((0, 1), 5, "a tom"),)
     result = await screened(
-        pack, Run(["at ", "sat"], offset=2), out, classifiers=classifiers, earlier=earlier
+        pack, Run(["cat ", "sat"], offset=2), out, classifiers=classifiers, earlier=earlier
     )
-    assert (result.finish_reason, out.text) == (FinishReason.STOP, "at sat")
+    assert (result.finish_reason, out.text) == (FinishReason.STOP, "cat sat")
     assert all(text.startswith("a tomcat") for text in classifiers.asked)
 
 
