@@ -1,4 +1,4 @@
-"""Guard models that answer in text: how each is asked about a conversation, and what its answer means.
+"""Guard models that answer in text: the prompt of each for a conversation, and what its answer means.
 
 Llama Guard and Qwen3Guard-Gen have their instructions in the chat template of their version, so a prompt is
 the judged turns. ShieldGemma has none: its prompt is written here, one for each label. An answer is bounded
@@ -159,10 +159,10 @@ class ShieldGemma:
 
     def prompts(self, turns: Sequence[JudgedTurn], labels: Collection[str]) -> tuple[GuardPrompt, ...]:
         """See ``GuardTemplate``."""
-        asked = [label for label in self.labels if label in labels]
+        wanted = [label for label in self.labels if label in labels]
         return tuple(
             GuardPrompt(f"{_YES}|{_NO}", 1, text=_about(label, _plain_turns(turns)), label=label, logprobs=20)
-            for label in asked
+            for label in wanted
         )
 
     def read(self, prompt: GuardPrompt, answer: str, first: Mapping[str, float]) -> dict[str, float]:
@@ -212,7 +212,7 @@ _REFUSED: Final[Mapping[str, str]] = {
 
 
 def guard_problem(template: str, labels: Collection[str]) -> str:
-    """Return why no guard is asked by this template for these labels, or an empty text."""
+    """Return why no guard has this template and these labels, or an empty text."""
     if template in _REFUSED:
         return f"template: {template!r} is not served: {_REFUSED[template]}"
     known = GUARDS[template].labels

@@ -8,7 +8,7 @@ rejected, and so is every name that is not in the allow-list.
 Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
 template, sampling defaults, safety policy, engine limits. A file that decides one of them must be pinned. A
 draft counts as weights: the tokens it proposes change when the other tokens are
-produced, not which.
+produced, not which. So does a safety probe, whose scores engines compute.
 
 An adapter names its base, another version. Its files are in addition to those of the base.
 """

@@ -23,7 +23,7 @@ class SequenceSink(Protocol):
 
     def on_scores(self, offset: int, scores: Sequence[float]) -> None:
         """Receive the probe's scores of the tokens of the ``on_tokens`` that follows, one each: from 0 to 1,
-        or NaN for a token of the prompt. Only where ``StartSpec.probe`` asks for them.
+        or NaN for a token of the prompt. Only where ``StartSpec.probe`` requests them.
 
         A token's score judges prompt and output before it, so the token itself is judged by the next score.
         """

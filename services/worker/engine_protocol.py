@@ -328,7 +328,7 @@ class Stepped(EngineMessage, frozen=True):
     # By handle, of those that embed, in the step that finished them: 32-bit little-endian floats.
     embeddings: dict[int, bytes] = {}
     # One entry per token: the score of the version's probe for the text before the token. Of a sequence that
-    # does not ask for it the entry means nothing; empty where none asks.
+    # does not request it the entry means nothing; empty where none does.
     probe_scores: list[float] = []
 
 

@@ -164,7 +164,7 @@ class SequenceAttempts:
         self._resolve(StartRefused(reason))
 
     def on_scores(self, offset: int, scores: Sequence[float]) -> None:
-        """Nothing asks for scores of a probe."""
+        """Drop the scores of a probe, which no attempt of this kind requests."""
 
     def on_finished(self, end: SequenceEnd) -> None:
         self._resolve(end)

@@ -170,8 +170,8 @@ class Engine:
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
         which tokens may come next, ``page`` receives the members of each step. Without ``constraints`` a
-        constrained sequence is refused, without ``adapters`` every adapter, and one that asks for scores of a
-        probe unless the executor ``has_probe``."""
+        constrained sequence is refused, without ``adapters`` every adapter, and one with scores of a probe
+        unless the executor ``has_probe``."""
         self.has_probe = has_probe
         self._executor = executor
         self._blocks = blocks

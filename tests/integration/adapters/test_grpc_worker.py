@@ -79,6 +79,9 @@ class Sink:
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self.events.append(reason.value)
 
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        raise AssertionError("nobody asked for scores")
+
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:

@@ -153,6 +153,9 @@ class Sink:
         self.refusal = reason
         self._end()
 
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        raise AssertionError("nobody asked for scores")
+
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:

@@ -125,6 +125,9 @@ class Sink:
     def on_not_admitted(self, reason: NotAdmittedReason) -> None:
         self.received.append(reason)
 
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        raise AssertionError("nobody asked for scores")
+
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:

@@ -116,7 +116,7 @@ def graphed(
     keeps_hidden: bool,
 ) -> Forward:
     """Return the decoder, with graphs where it supports them; ``warm`` captures all batch sizes at once.
-    ``keeps_hidden``: steps whose hidden states are asked for have graphs too."""
+    ``keeps_hidden``: steps whose hidden states are requested have graphs too."""
     from services.worker.engine.cuda.attention import TritonAttention
 
     if model.rope.depends_on_length or not isinstance(attention, TritonAttention):

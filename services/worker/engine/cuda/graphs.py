@@ -98,7 +98,7 @@ class GraphedDecoder:
         logit_rows: torch.Tensor,
         hidden: Hidden | None = None,
     ) -> torch.Tensor:
-        """See ``Decoder.forward``. A step in which hidden states of other rows are asked for runs without a
+        """See ``Decoder.forward``. A step in which hidden states of other rows are requested runs without a
         graph, and so does one with those of logit rows unless they are kept."""
         shape = self._attention.shape
         lacks = hidden is not None and (hidden.others is not None or self._hidden is None)

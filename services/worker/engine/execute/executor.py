@@ -121,7 +121,7 @@ class Samples:
     late: frozenset[int] = frozenset()
     # By index in ``prefills``: an entry for each place in ``Chunk.scored``; NaN where there is no number.
     scores: dict[int, list[SampledLogprobs]] = field(default_factory=dict)
-    # What the version's probe gives each row; empty where no sequence of the batch asks for it.
+    # What the version's probe gives each row; empty where no sequence of the batch requests it.
     probe_scores: list[float] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ SLICE_ROWS: Final = 64  # rows whose products are in memory at once
 CERTAIN: Final = 1.0  # score of a row whose products exceed float32, which must not pass for safe
 
 
-class Probe:
+class SafetyProbe:
     """``weight`` [categories, hidden size] and ``bias`` [categories], float32, on the decoder's device.
 
     A row's result does not depend on the other rows where ``reductions`` do not: a product of matrices would

@@ -16,7 +16,7 @@ from services.worker.engine.execute.attention import Attention
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.kv_cache import KvPool
 from services.worker.engine.execute.model import Hidden
-from services.worker.engine.execute.probe import Probe, scores_of
+from services.worker.engine.execute.probe import SafetyProbe, scores_of
 from services.worker.engine.execute.step_rows import Seats, Spans, StepRows
 from services.worker.engine.sample.sampler import TORCH, Reductions, RuleOut, Sampled, launch, torch_rule_out
 from services.worker.engine.sequence import MAX_LOGPROBS
@@ -127,7 +127,7 @@ class Forward(Protocol):
 class _Running:
     """A step that was not collected. ``sampled`` is None if no row is sampled. ``hidden`` has the states of
     the rows ``embedded`` as float32 on the device. ``probed`` are the probe's logits [rows], which are on the
-    host once the samples are; None: nobody asked for them."""
+    host once the samples are; None: they are not requested."""
 
     sampled: Sampled | None
     embedded: list[int]
@@ -160,7 +160,7 @@ class TorchExecutor:
         rebuild: Callable[[bool], tuple[Forward, Attention]] | None = None,
         runs_ahead: bool = False,
         adapters: AdapterSet | None = None,
-        probe: Probe | None = None,
+        probe: SafetyProbe | None = None,
     ) -> None:
         """``rebuild`` makes decoder and attention again where their buffers depend on the pool's size; with
         true it also makes what is otherwise made at its first use. ``adapters`` are those of the decoder,

@@ -21,7 +21,7 @@ from services.worker.engine.execute.attention import Attention, TorchAttention
 from services.worker.engine.execute.kv_cache import KvCache, kv_shape
 from services.worker.engine.execute.model import Decoder, Weights, load_weights
 from services.worker.engine.execute.operators import Operators, TorchOperators
-from services.worker.engine.execute.probe import Probe
+from services.worker.engine.execute.probe import SafetyProbe
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
 from services.worker.engine.load.config import names_in, read_part
@@ -116,7 +116,7 @@ def load_weights_of(
         )
 
 
-def load_probe(model: ModelConfig, model_dir: Path, config: EngineConfig) -> Probe | None:
+def load_probe(model: ModelConfig, model_dir: Path, config: EngineConfig) -> SafetyProbe | None:
     """Return the version's probe on the configured device, None without one. Raises BadCheckpoint."""
     try:
         categories = require_probe(names_in(model_dir), partial(read_part, model_dir), model.hidden_size)
@@ -128,7 +128,7 @@ def load_probe(model: ModelConfig, model_dir: Path, config: EngineConfig) -> Pro
     with torch.inference_mode(), safe_open(model_dir / PROBE, framework="pt", device="cpu") as file:
         weight, bias = (tensor_of(file, name, torch.float32).to(device) for name in ("weight", "bias"))
     reductions = cuda_backend.reductions_of(config, has_kernels=cuda_backend.has_kernels(device))
-    return Probe(weight, bias, reductions)
+    return SafetyProbe(weight, bias, reductions)
 
 
 def executor_of(
@@ -138,7 +138,7 @@ def executor_of(
     ready: Ready,
     *,
     blocks: int | None = None,
-    probe: Probe | None = None,
+    probe: SafetyProbe | None = None,
 ) -> TorchExecutor:
     """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
     device, dtype = device_of(config.device), DTYPES[config.dtype]

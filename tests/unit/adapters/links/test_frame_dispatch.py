@@ -16,6 +16,9 @@ class Deaf:
 
     def on_not_admitted(self, reason: NotAdmittedReason) -> None: ...
 
+    def on_scores(self, offset: int, scores: Sequence[float]) -> None:
+        raise AssertionError("nobody asked for scores")
+
     def on_tokens(
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None: ...

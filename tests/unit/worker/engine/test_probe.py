@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from models.safety.made_texts import make_texts, source_lines
-from services.worker.engine.execute.probe import CERTAIN, Probe, scores_of
+from services.worker.engine.execute.probe import CERTAIN, SafetyProbe, scores_of
 from services.worker.engine.sample.sampler import TORCH
 from services.worker.engine.unsupported import BadCheckpoint
 from services.worker.engine_protocol import Submit
@@ -123,7 +123,7 @@ def test_scores_do_not_depend_on_the_number_of_rows() -> None:
     drawn = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(5, 257, generator=drawn), torch.randn(5, generator=drawn)
     states = torch.randn(150, 257, generator=drawn)
-    probe = Probe(weight, bias, TORCH)
+    probe = SafetyProbe(weight, bias, TORCH)
     together = scores_of(probe.launch(states).tolist())
     alone = [scores_of(probe.launch(states[row : row + 1]).tolist())[0] for row in range(len(states))]
     assert together == alone
@@ -133,7 +133,7 @@ def test_scores_do_not_depend_on_the_number_of_rows() -> None:
 
 def test_what_exceeds_float32_does_not_pass_for_safe() -> None:
     huge = torch.full((1, 2), 3e38)
-    found = Probe(torch.tensor([[3e38, -3e38]]), torch.zeros(1), TORCH).launch(huge)
+    found = SafetyProbe(torch.tensor([[3e38, -3e38]]), torch.zeros(1), TORCH).launch(huge)
     assert scores_of(found.tolist()) == [CERTAIN]
     assert scores_of([-2000.0, 2000.0, 0.0]) == [0.0, 1.0, 0.5]
 
