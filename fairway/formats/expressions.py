@@ -11,8 +11,8 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
-from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser as sre_parser  # type: ignore[attr-defined]
+from re import _constants as sre
+from re import _parser as sre_parser
 from typing import Any, Final
 
 from fairway.formats.folding import fold, fold_char

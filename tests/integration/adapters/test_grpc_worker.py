@@ -87,8 +87,6 @@ class Sink:
     ) -> None:
         self.events.append("tokens")
 
-    def on_scores(self, offset: int, scores: Sequence[float]) -> None: ...
-
     def on_finished(self, end: SequenceEnd) -> None:
         self.events.append("finished")
 

@@ -170,8 +170,6 @@ class Sink:
         if self.credit is not None:
             self.credit(len(ids))
 
-    def on_scores(self, offset: int, scores: Sequence[float]) -> None: ...
-
     def on_finished(self, end: SequenceEnd) -> None:
         self.end = end
         self._end()

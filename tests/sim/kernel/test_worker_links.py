@@ -134,8 +134,6 @@ class Sink:
         assert list(ids) == list(range(100 + offset, 100 + offset + len(ids)))
         self.received += ids
 
-    def on_scores(self, offset: int, scores: Sequence[float]) -> None: ...
-
     def on_finished(self, end: SequenceEnd) -> None:
         self.received.append(end.reason)
 
