@@ -126,7 +126,7 @@ class Decisions(RolloutListener, Invariant):
         self.orders[order.order_id], self._nodes[order.order_id] = order.state, order.node
 
     def _present(self) -> list[str]:
-        """Return the workers that run and do not leave; one that is frozen is lost to the plane before long."""
+        """Return the workers that run and do not leave. A frozen one is lost to the plane before long."""
         leaving = {
             self._nodes[name] for name, state in self.orders.items() if state is not OrderState.RUNNING
         }

@@ -452,7 +452,7 @@ async def _gateway(
         packs=fleet.packs,  # type: ignore[arg-type]
         safety=desk_of(fleet.classifiers, supervisor=supervisor, metrics=metrics, audit=fleet.audit),
     )
-    identity: Any = Identity(fleet)
+    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),
         limiter=gateway_limiter,
@@ -467,10 +467,10 @@ async def _gateway(
     service = IdempotentService(
         keyed,
         validator=Validator(fleet),  # type: ignore[arg-type]
-        identity=identity,
+        identity=Identity(fleet),  # type: ignore[arg-type]
         catalog=Prices(),  # type: ignore[arg-type]
         ports=ports,
-        limits=GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens),
+        limits=limits,
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:
@@ -478,6 +478,5 @@ async def _gateway(
         assert supervisor.healthy, supervisor.failures
     finally:
         await supervisor.close()
-        await store.close()
-        await cached.close()
-        await limiter.close()
+        for store_client in (store, cached, limiter):
+            await store_client.close()

@@ -159,21 +159,16 @@ class RowsGateway:
         desk = desk_of(classifiers, supervisor=self.supervisor, metrics=self.metrics)
         self.ports = replace(ports, safety=desk)
         validator = Validator(self.catalog, self.identity, Random(0))
-        parts: Any = {
-            "validator": validator,
-            "identity": self.identity,
-            "catalog": self.catalog,
-            "ports": self.ports,
-        }
-        self.service = IdempotentService(self._keyed(records, owner), **parts, limits=GatewayLimits())
-        work = RowsParts(
-            validator,
-            self.catalog,
-            RequestQuotas(self.identity, self.ports),
-            self.ports,
-            self.runner,
-            prefills=self.runner,
+        self.service = IdempotentService(
+            self._keyed(records, owner),
+            validator=validator,
+            identity=self.identity,
+            catalog=self.catalog,
+            ports=self.ports,
+            limits=GatewayLimits(),
         )
+        quotas = RequestQuotas(self.identity, self.ports)
+        work = RowsParts(validator, self.catalog, quotas, self.ports, self.runner, prefills=self.runner)
         self.rows = RowsService(self.service, self.identity, work)
         self._numbers = count()
 

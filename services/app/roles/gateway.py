@@ -86,6 +86,7 @@ from services.gateway.telemetry import GatewayTelemetry, export_levels, export_u
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.poison.quarantine import Quarantined
+from services.ports.rows import RowRunner
 from services.ports.streams import StreamClient
 from services.rpc.interceptors.arrival import arrival
 from services.rpc.server import RpcService
@@ -292,12 +293,8 @@ def _gateway_services(
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
-    validator = Validator(
-        catalog,
-        identity,
-        environment.rng,
-        prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
-    )
+    prefixes = PrefixNames(prefix_secret(_ticket_key(settings)), threads)
+    validator = Validator(catalog, identity, environment.rng, prefixes=prefixes)
     ports, runner = _gateway_ports(
         environment,
         quotas,
@@ -314,9 +311,7 @@ def _gateway_services(
         packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
-    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
-    classifiers = RowClassifiers(catalog, runner, ports)
-    ports = replace(ports, safety=SafetyDesk(classifiers, record, clock, environment.supervisor))
+    ports = _judging(environment, catalog, runner, ports)
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,
@@ -328,6 +323,14 @@ def _gateway_services(
     prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
     return service, RowsService(service, identity, parts)
+
+
+def _judging(environment: Environment, catalog: ModelCatalog, runner: RowRunner, ports: Ports) -> Ports:
+    """Return the ports with what judges texts by safety packs."""
+    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
+    classifiers = RowClassifiers(catalog, runner, ports)
+    desk = SafetyDesk(classifiers, record, environment.clock, environment.supervisor)
+    return replace(ports, safety=desk)
 
 
 def _keyed_ports(
