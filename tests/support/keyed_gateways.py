@@ -452,7 +452,6 @@ async def _gateway(
         packs=fleet.packs,  # type: ignore[arg-type]
         safety=desk_of(fleet.classifiers, supervisor=supervisor, metrics=metrics, audit=fleet.audit),
     )
-    limits = GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens)
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),
         limiter=gateway_limiter,
@@ -470,7 +469,7 @@ async def _gateway(
         identity=Identity(fleet),  # type: ignore[arg-type]
         catalog=Prices(),  # type: ignore[arg-type]
         ports=ports,
-        limits=limits,
+        limits=GatewayLimits(max_requests=options.max_requests, window_tokens=options.window_tokens),
     )
     supervisor.spawn(f"flush {name}", service.flush_forever())
     try:

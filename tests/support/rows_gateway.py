@@ -138,12 +138,11 @@ class RowsGateway:
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
         self.identity = KeyDirectory(self.keys, self.tenants, CLOCK)
-        self.by_digest = by_digest = {digest_of(name): folder for name, folder in folders.items()}
-        files = VersionFolders(by_digest)
+        self.by_digest = {digest_of(name): folder for name, folder in folders.items()}
         self.catalog = ModelCatalog(
             self.deployments,
             self.workers,
-            files,
+            files := VersionFolders(self.by_digest),
             CLOCK,
             texts=LocalTexts(threads, CLOCK),
             splits=Splits(self.routes),

@@ -295,13 +295,8 @@ def _gateway_services(
     limits = _limits(settings)
     prefixes = PrefixNames(prefix_secret(_ticket_key(settings)), threads)
     validator = Validator(catalog, identity, environment.rng, prefixes=prefixes)
-    ports, runner = _gateway_ports(
-        environment,
-        quotas,
-        gateway_id,
-        lambda workers: ResidentWorkers(workers, live, identity.residency),
-        catalog.waking,
-    )
+    bound = partial(ResidentWorkers, live=live, residency_of=identity.residency)
+    ports, runner = _gateway_ports(environment, quotas, gateway_id, bound, catalog.waking)
     ports = replace(
         ports,
         report_usage=outbox.add,
