@@ -292,12 +292,8 @@ def _gateway_services(
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
     limits = _limits(settings)
-    validator = Validator(
-        catalog,
-        identity,
-        environment.rng,
-        prefixes=PrefixNames(prefix_secret(_ticket_key(settings)), threads),
-    )
+    prefixes = PrefixNames(prefix_secret(_ticket_key(settings)), threads)
+    validator = Validator(catalog, identity, environment.rng, prefixes=prefixes)
     ports, runner = _gateway_ports(
         environment,
         quotas,
@@ -314,9 +310,7 @@ def _gateway_services(
         packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
-    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
-    classifiers = RowClassifiers(catalog, runner, ports)
-    ports = replace(ports, safety=SafetyDesk(classifiers, record, clock, environment.supervisor))
+    ports = replace(ports, safety=_safety_desk(environment, RowClassifiers(catalog, runner, ports), ports))
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,
@@ -328,6 +322,11 @@ def _gateway_services(
     prefills = PrefilledRows(ports, settings.queue_ttl_s)
     parts = RowsParts(validator, catalog, RequestQuotas(identity, ports), ports, runner, prefills)
     return service, RowsService(service, identity, parts)
+
+
+def _safety_desk(environment: Environment, classifiers: RowClassifiers, ports: Ports) -> SafetyDesk:
+    record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
+    return SafetyDesk(classifiers, record, environment.clock, environment.supervisor)
 
 
 def _keyed_ports(

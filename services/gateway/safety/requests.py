@@ -261,7 +261,7 @@ class RequestSafety:
         for start in range(0, len(text), _SLICE_CHARS):
             for scan in scans:
                 scan.feed(text[start : start + _SLICE_CHARS])
-            await asyncio.sleep(0)
+            await self._desk.clock.sleep(0)
         for scan in scans:
             scan.finish()
         matches = {(one.rule, one.start): one for scan in scans for one in scan.matches}

@@ -229,7 +229,7 @@ async def test_grpc_refuses_inputs_with_the_category(faces: Faces) -> None:
     for values in ({"prompt": "say 7 8 9"}, {"token_ids": pb.TokenIds(ids=[1, 7, 8, 9])}):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await faces.stubs[0].Complete(
-                pb.CompleteRequest(generation=pb.Generation(model="m", **values)),  # type: ignore[arg-type]
+                pb.CompleteRequest(generation=pb.Generation(model="m", **values)),
                 metadata=AUTH,
             )
         error = from_rpc_error(refused.value)

@@ -31,6 +31,7 @@ from services.gateway.faces.grpc.messages import accepted_message
 from services.gateway.idempotency.record_codec import AcceptedTerms, decode, encode
 from services.gateway.requests.terms import Resume
 from services.gateway.safety.packs import SafetyPacks
+from tests.support.safety import desk_of
 from tests.unit.gateway.conftest import DIGEST
 from tests.unit.gateway.policy.test_degrade import SMALL, Gateway, admitted, gateway
 
@@ -62,7 +63,7 @@ def packs(fleet: Any, gateway: Gateway, tmp_path: Path) -> Any:
     assign(fleet)
     admission = gateway.service._admission
     admission._ports = gateway.service._ports = replace(
-        gateway.service._ports, packs=SafetyPacks(fleet.catalog, fleet.files)
+        gateway.service._ports, packs=SafetyPacks(fleet.catalog, fleet.files), safety=desk_of()
     )
     return fleet.files
 
@@ -97,7 +98,7 @@ async def test_a_request_is_pinned_to_its_packs_and_says_so(gateway: Gateway, pa
 async def test_what_it_obeys_is_written_down_and_read_back(gateway: Gateway, packs: Any) -> None:
     found, (written,) = await admitted(gateway)
     assert found.safety is not None
-    assert found.safety.pins == found.spec.safety == written.safety == pins(OWN)
+    assert found.safety.terms.pins == found.spec.safety == written.safety == pins(OWN)
     assert [rule.phrases for rule in found.safety.pack.lists] == [("own",), ("pack",)]
     (read,) = decode(encode([written]))
     assert read == written
@@ -151,7 +152,7 @@ async def test_a_request_that_moves_to_another_version_obeys_that(
     moved = await found.reroute(found)
     assert moved.spec.version_digest == SMALL
     assert moved.safety is not None
-    assert moved.safety.pins == moved.spec.safety == pins(OF_SMALL), "the tenant's stays as it was"
+    assert moved.safety.terms.pins == moved.spec.safety == pins(OF_SMALL), "the tenant's stays as it was"
 
 
 async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any) -> None:
