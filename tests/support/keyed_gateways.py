@@ -418,6 +418,11 @@ async def gateways(
         ]
 
 
+def _judged(fleet: Fleet, supervisor: Supervisor, metrics: Metrics) -> dict[str, Any]:
+    desk = desk_of(fleet.classifiers, supervisor=supervisor, metrics=metrics, audit=fleet.audit)
+    return {"packs": fleet.packs, "safety": desk}
+
+
 @asynccontextmanager
 async def _gateway(
     url: str,
@@ -429,8 +434,7 @@ async def _gateway(
     supervisor = Supervisor(CLOCK)
     limiter = RedisLimiter(url, CLOCK, timeout_s=options.timeout_s)
     store = RedisIdempotency(url, CLOCK, options.records, timeout_s=options.timeout_s)
-    metrics = Metrics()
-    workers = Workers(fleet, supervisor)
+    metrics, workers = Metrics(), Workers(fleet, supervisor)
     cipher = record_cipher(keys=fleet.keys)
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
     cache = ResponseCache(EncryptedRecords(cached, cipher), NAMES_SECRET, name, count_lookups(metrics))
@@ -449,8 +453,7 @@ async def _gateway(
         pressure=lambda digest: fleet.pressure.get(digest, 0.0),
         responses=cache if options.responses is not None else None,
         gate=EgressGate(Identity(fleet).record, lambda: 1, CLOCK, metrics),
-        packs=fleet.packs,  # type: ignore[arg-type]
-        safety=desk_of(fleet.classifiers, supervisor=supervisor, metrics=metrics, audit=fleet.audit),
+        **_judged(fleet, supervisor, metrics),
     )
     keyed = KeyedPorts(
         store=wrap(EncryptedRecords(store, cipher)),

@@ -132,8 +132,7 @@ class RowsGateway:
             runner.gate.set()
             for name, folder in folders.items():
                 runner.load(digest_of(name), folder)
-        self.runner = runner
-        self.limiter = limiter or MemoryLimiter(CLOCK)
+        self.runner, self.limiter = runner, limiter or MemoryLimiter(CLOCK)
         self.quarantine: Quarantine = quarantine or MemoryQuarantine(CLOCK)
         self.reported: list[RequestUsage] = []
         self.supervisor, self.metrics = Supervisor(CLOCK), Metrics()
@@ -153,10 +152,7 @@ class RowsGateway:
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
             self.deploy(name)
-        ports = replace(self._ports(), packs=SafetyPacks(self.catalog, files))
-        classifiers = RowClassifiers(self.catalog, self.runner, ports)
-        desk = desk_of(classifiers, supervisor=self.supervisor, metrics=self.metrics)
-        self.ports = replace(ports, safety=desk)
+        self.ports = self._judged(self._ports(), SafetyPacks(self.catalog, files))
         validator = Validator(self.catalog, self.identity, Random(0))
         self.service = IdempotentService(
             self._keyed(records, owner),
@@ -170,6 +166,11 @@ class RowsGateway:
         work = RowsParts(validator, self.catalog, quotas, self.ports, self.runner, prefills=self.runner)
         self.rows = RowsService(self.service, self.identity, work)
         self._numbers = count()
+
+    def _judged(self, ports: Ports, packs: SafetyPacks) -> Ports:
+        classifiers = RowClassifiers(self.catalog, self.runner, ports)
+        desk = desk_of(classifiers, supervisor=self.supervisor, metrics=self.metrics)
+        return replace(ports, packs=packs, safety=desk)
 
     def _ports(self) -> Ports:
         telemetry = GatewayTelemetry(self.metrics, clock=CLOCK)
