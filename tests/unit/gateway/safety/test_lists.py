@@ -379,12 +379,15 @@ def test_no_text_costs_more_than_its_length(letters: str) -> None:
     costs_s = []
     for skipped in (600, 20_000):
         scan.feed("".join(rng.choices(letters, k=skipped)))
-        began_s = time.process_time()
-        for _ in range(100):
-            scan.feed("".join(rng.choices(letters, k=4)))
-            # White space and marks of any number are one character or none.
-            assert letters != "ab" or scan.chars - scan.safe_chars <= MAX_WIDTH
-        costs_s.append(time.process_time() - began_s)
+        rounds_s = []
+        for _ in range(5):  # The least counts: others include a collection of garbage, or states made anew.
+            began_s = time.process_time()
+            for _ in range(25):
+                scan.feed("".join(rng.choices(letters, k=4)))
+                # White space and marks of any number are one character or none.
+                assert letters != "ab" or scan.chars - scan.safe_chars <= MAX_WIDTH
+            rounds_s.append(time.process_time() - began_s)
+        costs_s.append(min(rounds_s))
     assert costs_s[1] < 4 * costs_s[0] + 0.1
 
 
