@@ -26,6 +26,7 @@ from fairway.cli.commands import (
     models,
     nodes,
     placements,
+    policies,
     rollouts,
     usage,
 )
@@ -288,6 +289,18 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     "nodes": (nodes.NODES.columns, [_NODE]),
     "audit": (audit.EVENTS.columns, _audit()),
     "certificates": (certs.COLUMNS, [_certificate()]),
+    "pack-changes": (
+        policies._CHANGES,
+        [
+            policies.PolicyChange(
+                NOON.ToDatetime(), "ASSIGNED", "customer-support", "obeys strict from now on"
+            )
+        ],
+    ),
+    "pack-cases": (
+        policies._TABLE,
+        [policies.CategoryTable("secrets", hits=41, false_alarms=2, misses=1, rest=956)],
+    ),
     "deployments": (deployments.DEPLOYMENTS.columns, [_DEPLOYMENT]),
     "revisions": (
         deployments._REVISIONS,
