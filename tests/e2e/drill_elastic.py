@@ -134,20 +134,25 @@ def is_at_zero(found: cp.Deployment) -> bool:
     return not found.status.wanted_replicas and not found.status.replicas
 
 
+async def deploy(stack: Stack, admin: AdminClient, scaling: cp.Scaling) -> None:
+    """Replace the installation's deployment by one of the null executor, with bounds."""
+    await admin.deployments.delete(stack.model)  # it has the same version, and so the same pool
+    while any(node.versions for node in await admin.nodes.list()):
+        await asyncio.sleep(0.2)
+    await admin.deployments.create(
+        cp.Deployment(
+            metadata=cp.Metadata(name=NAME),
+            model=stack.model,
+            version="latest",
+            executor="null",
+            scaling=scaling,
+        )
+    )
+
+
 async def run(stack: Stack) -> Drill:
     async with admin_of(stack) as admin, grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
-        await admin.deployments.delete(stack.model)  # it has the same version, and so the same pool
-        while any(node.versions for node in await admin.nodes.list()):
-            await asyncio.sleep(0.2)
-        await admin.deployments.create(
-            cp.Deployment(
-                metadata=cp.Metadata(name=NAME),
-                model=stack.model,
-                version="latest",
-                executor="null",
-                scaling=cp.Scaling(max_replicas=3, idle=Duration(seconds=5)),
-            )
-        )
+        await deploy(stack, admin, cp.Scaling(max_replicas=3, idle=Duration(seconds=5)))
         drill = Drill(stack, admin, inference_pb2_grpc.InferenceServiceStub(channel))
         watching = asyncio.create_task(drill.watch())
         for number in range(WAKES):

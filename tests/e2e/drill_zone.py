@@ -35,7 +35,7 @@ from fairway.client import AdminClient
 from fairway.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
-from tests.e2e.drill_elastic import NAME, SETTINGS, TOKENS
+from tests.e2e.drill_elastic import NAME, SETTINGS, TOKENS, deploy
 from tests.support.stack import Stack, metadata
 from tests.support.updating import admin_of
 
@@ -129,18 +129,7 @@ def cut_off(stack: Stack, zone: str) -> Iterator[None]:
 
 async def run(stack: Stack) -> ZoneDrill:
     async with admin_of(stack) as admin, grpc.aio.insecure_channel(stack.endpoints["grpc"]) as channel:
-        await admin.deployments.delete(stack.model)  # it has the same version, and so the same pool
-        while any(node.versions for node in await admin.nodes.list()):
-            await asyncio.sleep(0.2)
-        await admin.deployments.create(
-            cp.Deployment(
-                metadata=cp.Metadata(name=NAME),
-                model=stack.model,
-                version="latest",
-                executor="null",
-                scaling=cp.Scaling(min_replicas=2, max_replicas=WORKERS),
-            )
-        )
+        await deploy(stack, admin, cp.Scaling(min_replicas=2, max_replicas=WORKERS))
         drill = ZoneDrill(stack, admin, inference_pb2_grpc.InferenceServiceStub(channel))
         watching = asyncio.create_task(drill.watch())
         while len(drill.ready.get(-1, Counter())) < 2:
