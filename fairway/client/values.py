@@ -160,7 +160,7 @@ class SafetyDigests:
     """The safety packs that a request obeys; an empty digest: none."""
 
     default_digest: str  # of the safety_policy.json of its version
-    deployment: str  # of the tenant's pack
+    deployment: str  # deployment of the tenant's pack
     pack_digest: str  # version of the tenant's pack
 
 

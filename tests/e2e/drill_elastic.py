@@ -32,9 +32,9 @@ from google.protobuf.duration_pb2 import Duration
 
 from bench.overhead import quantile
 from fairway.client import AdminClient
+from fairway.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
-from fairway.v1 import inference_pb2_grpc, worker_pb2
 from tests.support.stack import Stack, metadata
 from tests.support.updating import admin_of
 
@@ -71,20 +71,10 @@ class Drill:
 
     async def stream(self) -> float:
         """Run one request and return its time to first token."""
-        generation = pb.Generation(model=NAME, prompt="x" * 40, max_output_tokens=TOKENS, ignore_eos=True)
-        began_s, first_s, count = time.monotonic(), 0.0, 0
-        try:
-            async for event in self.stub.Generate(
-                pb.GenerateRequest(generation=generation), metadata=metadata(self.stack.api_key), timeout=120
-            ):
-                if event.HasField("chunk"):
-                    first_s = first_s or time.monotonic()
-                    count += len(event.chunk.ids)
-        except grpc.aio.AioRpcError as error:
-            self.failures.append(f"{error.code().name}: {error.details()}")
-        else:
-            if count != TOKENS:
-                self.failures.append(f"{count} of {TOKENS} tokens")
+        began_s = time.monotonic()
+        first_s, count, failure = await streamed(self.stack, self.stub)
+        if failure:
+            self.failures.append(failure)
         self.served += 1
         self.broken += bool(self.failures and first_s and count != TOKENS)
         self.ttft_s.append(first_s - began_s)
@@ -132,6 +122,31 @@ class Drill:
 
 def is_at_zero(found: cp.Deployment) -> bool:
     return not found.status.wanted_replicas and not found.status.replicas
+
+
+async def streamed(
+    stack: Stack,
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+    priority: common_pb2.Priority.ValueType = common_pb2.PRIORITY_UNSPECIFIED,
+) -> tuple[float, int, str]:
+    """Run one request; return when its first token came (0: none did), its tokens, and what failed."""
+    generation = pb.Generation(
+        model=NAME, prompt="x" * 40, max_output_tokens=TOKENS, ignore_eos=True, priority=priority
+    )
+    first_s, count, failure = 0.0, 0, ""
+    try:
+        async for event in stub.Generate(
+            pb.GenerateRequest(generation=generation), metadata=metadata(stack.api_key), timeout=120
+        ):
+            if event.HasField("chunk"):
+                first_s = first_s or time.monotonic()
+                count += len(event.chunk.ids)
+    except grpc.aio.AioRpcError as error:
+        failure = f"{error.code().name}: {error.details()}"
+    else:
+        if count != TOKENS:
+            failure = f"{count} of {TOKENS} tokens"
+    return first_s, count, failure
 
 
 async def deploy(stack: Stack, admin: AdminClient, scaling: cp.Scaling) -> None:

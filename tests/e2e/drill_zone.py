@@ -34,9 +34,8 @@ from bench.overhead import quantile
 from fairway.client import AdminClient
 from fairway.v1 import common_pb2, inference_pb2_grpc, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
-from fairway.v1 import inference_pb2 as pb
-from tests.e2e.drill_elastic import NAME, SETTINGS, TOKENS, deploy
-from tests.support.stack import Stack, metadata
+from tests.e2e.drill_elastic import NAME, SETTINGS, deploy, streamed
+from tests.support.stack import Stack
 from tests.support.updating import admin_of
 
 WORKERS: Final = 4
@@ -57,27 +56,15 @@ class ZoneDrill:
     cut_s: float = 0.0
     served: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    ttft_s: list[tuple[float, float]] = field(default_factory=list)  # of interactive ones: (sent, waited)
+    ttft_s: list[tuple[float, float]] = field(default_factory=list)  # (sent, waited) of interactive requests
     ready: dict[int, Counter[str]] = field(default_factory=dict)  # READY replicas by second and zone
 
     async def stream(self, priority: common_pb2.Priority.ValueType) -> None:
-        generation = pb.Generation(
-            model=NAME, prompt="x" * 40, max_output_tokens=TOKENS, ignore_eos=True, priority=priority
-        )
-        began_s, first_s, count = time.monotonic(), 0.0, 0
-        name = common_pb2.Priority.Name(priority)
-        try:
-            async for event in self.stub.Generate(
-                pb.GenerateRequest(generation=generation), metadata=metadata(self.stack.api_key), timeout=120
-            ):
-                if event.HasField("chunk"):
-                    first_s = first_s or time.monotonic()
-                    count += len(event.chunk.ids)
-        except grpc.aio.AioRpcError as error:
-            self.failures.append(f"{name}: {error.code().name}: {error.details()}")
+        began_s, name = time.monotonic(), common_pb2.Priority.Name(priority)
+        first_s, _, failure = await streamed(self.stack, self.stub, priority)
+        if failure:
+            self.failures.append(f"{name}: {failure}")
             return
-        if count != TOKENS:
-            self.failures.append(f"{name}: {count} of {TOKENS} tokens")
         self.served[name] += 1
         if priority == common_pb2.PRIORITY_INTERACTIVE:
             self.ttft_s.append((began_s, first_s - began_s))

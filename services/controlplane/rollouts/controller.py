@@ -243,7 +243,7 @@ def judged(
     found = {}
     for arm in rollout.arms:
         candidate = windows.get(arm.version_digest, ArmWindow())
-        if not route.stable.replicas:  # of safety packs, which load no worker
+        if not route.stable.replicas:  # A safety pack loads no worker.
             load = 1.0
         elif rollout.shadow is None and rollout.phase is RolloutPhase.RUNNING:
             load = load_ratio(route, arm.name)

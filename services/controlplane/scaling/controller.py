@@ -44,7 +44,7 @@ class Seen:
 
     fleet: Fleet
     hosts: Sequence[Host]
-    loads: Mapping[str, Mapping[str, PoolLoad]] | None  # by deployment and digest
+    loads: Mapping[str, Mapping[str, PoolLoad]] | None  # loads by deployment and digest
     lines: LinesLeft
 
     def load_of(self, deployment: Deployment, burn_of: Callable[[Objective], float]) -> PoolLoad | None:

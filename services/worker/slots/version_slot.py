@@ -91,7 +91,7 @@ class VersionSlot:
         self.restarts = 0  # crashes that count as the version's
         self.restarting = False  # its engine had run before
         self.probed = False
-        self.promised_itl_s = version.itl_target_s  # by an objective; 0: not
+        self.promised_itl_s = version.itl_target_s  # target that an objective promises; 0: none does
         self.gone = False
         self._context = context
         memory = VersionMemory(

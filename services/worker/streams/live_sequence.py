@@ -55,7 +55,7 @@ class WorkerSequence:
     pending_ids: list[int] = field(default_factory=list)  # tokens to send
     pending_text: str = ""  # final text to send
     pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per pending token, or none
-    pending_scores: list[float] = field(default_factory=list)  # of a probe, for the last pending tokens
+    pending_scores: list[float] = field(default_factory=list)  # probe's scores of the last pending tokens
     # stage clock, flow control and accounting
     prefill_left: int = 0  # tokens without a prefill
     cached_tokens: int = 0  # tokens to prefill that a cache had

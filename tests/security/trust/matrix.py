@@ -143,7 +143,7 @@ async def rpc_cells(stack: Stack, callers: Callers, cells: Cells) -> None:
             for method, role in _methods():
                 rule = set(method.GetOptions().Extensions[options_pb2.access])
                 # A role without callers of its own reads no keys: every credential is one of a wrong kind.
-                closed = rule == {options_pb2.ACCESS_CERTIFICATE}  # to an operator's, whatever the key is
+                closed = rule == {options_pb2.ACCESS_CERTIFICATE}  # An operator's certificate is not enough.
                 codes = _DENIED if rule == {options_pb2.ACCESS_INTERNAL} or closed else _DENIED[:1]
                 for who, text in callers.bad.items():
                     group.create_task(one(method, role, who, text, codes))
