@@ -40,7 +40,6 @@ from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
     Condition,
-    CreateRevisionIs,
     Delete,
     ModRevisionIs,
     Operation,
@@ -77,7 +76,6 @@ class AuditSequencer:
         tiles: TileStore,
         pending: RecordView[AuditEntry],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         key_file: Path,
@@ -89,7 +87,6 @@ class AuditSequencer:
         self._tiles = tiles
         self._pending = pending
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._key_file = key_file
         self._checkpoint_file = checkpoint_file
@@ -231,7 +228,7 @@ class AuditSequencer:
     ) -> None:
         """Store the head of this term. Raises Conflict when another leader changed it."""
         conditions = [
-            CreateRevisionIs(self._leader_key, epoch),
+            self._leadership.fence(epoch),
             ModRevisionIs(HEAD, self._revision),
             *unchanged,
         ]

@@ -61,8 +61,7 @@ class Reconciler:
     leads.
 
     ``informer`` contains everything under the root by ``fleet.decode``, so that a plan reads a single
-    revision. ``leader_key`` is the election's key. Each write requires that key at our epoch, so the store
-    rejects the pending writes of a deposed leader.
+    revision. Each write has the fence of our epoch, so the store rejects those of a deposed leader.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Reconciler:
         store: Store,
         informer: Informer[FleetRecord | None],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         telemetry: ReconcilerTelemetry | None = None,
         *,
@@ -89,7 +87,6 @@ class Reconciler:
         self._store = store
         self._informer = informer
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._placement_events = PlacementEvents(events)
 
@@ -147,7 +144,7 @@ class Reconciler:
         return written
 
     def _fence(self, epoch: int) -> CreateRevisionIs:
-        return CreateRevisionIs(self._leader_key, epoch)
+        return self._leadership.fence(epoch)
 
     async def _write(self, action: Action, epoch: int, mod_revision: int) -> bool:
         assert not isinstance(action, Unplaced)

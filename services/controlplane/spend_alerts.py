@@ -21,7 +21,7 @@ from services.controlplane.telemetry import AlertTelemetry
 from services.core.limits import MICROS
 from services.core.records import BUDGET_ALERTS, BUDGETS, Budget, BudgetAlert, EventKind, dump
 from services.ports.clock import Clock
-from services.ports.store import CreateRevisionIs, ModRevisionIs, Put, Store
+from services.ports.store import ModRevisionIs, Put, Store
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
 
@@ -74,14 +74,13 @@ PERIOD_S: Final = 5.0
 
 
 class SpendAlerts:
-    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+    """Runs in every control plane; acts only while it leads."""
 
     def __init__(
         self,
         store: Store,
         budgets: Budgets,
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         events: EventRecorder,
@@ -90,7 +89,6 @@ class SpendAlerts:
         self._store = store
         self._budgets = budgets
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._events = events
         self._telemetry = telemetry or AlertTelemetry()
@@ -120,7 +118,7 @@ class SpendAlerts:
                 unix_s=self._clock.unix_s(),
             )
             if events:
-                fence = CreateRevisionIs(self._leader_key, epoch)
+                fence = self._leadership.fence(epoch)
                 unchanged = ModRevisionIs(BUDGETS + budget.meta.name, view.stored.mod_revision)
                 together = WriteSet((fence, unchanged), (Put(key, dump(alert)),))
                 await self._events.record_with(events, listing.revision, together)

@@ -14,7 +14,6 @@ from services.controlplane.policy.events import FleetEvent
 from services.core.errors import StoreUnavailable
 from services.core.records import EventKind
 from services.ports.clock import Clock
-from services.ports.store import CreateRevisionIs
 from services.runtime.fleet_state.leadership import Leadership
 
 PERIOD_S: Final = 2.0
@@ -29,7 +28,6 @@ class StoreEvents:
         self,
         problems: Mapping[str, Callable[[], str]],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         events: EventRecorder,
@@ -38,7 +36,6 @@ class StoreEvents:
         """``problems``: per store, its problem or an empty text. ``ping`` calls Redis: it may be idle."""
         self._problems = problems
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._events = events
         self._ping = ping
@@ -85,6 +82,6 @@ class StoreEvents:
         while self._seen:
             seen_s, event = self._seen[0]
             if self._clock.monotonic_s() - seen_s < _STALE_S:
-                fence = CreateRevisionIs(self._leader_key, epoch)
+                fence = self._leadership.fence(epoch)
                 await self._events.record((event,), self._events.revision, fence=fence)
             self._seen.popleft()

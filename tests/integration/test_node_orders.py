@@ -68,7 +68,6 @@ class Rig:
             self.store,
             self.informer,
             self.election,
-            KEY,
             self.clock,
             provider=self.provider,
             limits=NodeLimits(most=4, order_s=100.0, idle_s=50.0, settle_s=self.settle_s),

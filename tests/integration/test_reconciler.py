@@ -62,7 +62,7 @@ async def control_plane(store: Store, name: str) -> AsyncIterator[Plane]:
     supervisor = Supervisor(CLOCK)
     informer = fleet_informer(store)
     election = Election(store, KEY, dump(Leader(name, "")), 2, CLOCK)
-    reconciler = Reconciler(store, informer, election, KEY, CLOCK, events=EventRecorder(store, CLOCK))
+    reconciler = Reconciler(store, informer, election, CLOCK, events=EventRecorder(store, CLOCK))
     supervisor.spawn("informer", informer.run())
     campaign = supervisor.spawn("election", election.run())
     supervisor.spawn("reconciler", reconciler.run())
@@ -149,7 +149,6 @@ async def test_deposed_leader_writes_nothing() -> None:
             store,
             informer,
             StaticElection(entry.create_revision),
-            KEY,
             CLOCK,
             events=EventRecorder(store, CLOCK),
         )
@@ -166,7 +165,6 @@ async def test_deposed_leader_writes_nothing() -> None:
             store,
             informer,
             StaticElection(new.create_revision),
-            KEY,
             CLOCK,
             events=EventRecorder(store, CLOCK),
         )
@@ -192,7 +190,6 @@ async def test_write_on_an_old_view_is_refused_and_planned_again() -> None:
             store,
             informer,
             StaticElection(entry.create_revision),
-            KEY,
             CLOCK,
             events=EventRecorder(store, CLOCK),
         )
@@ -229,7 +226,6 @@ async def test_epoch_is_asked_before_each_write(epoch: int | None) -> None:
             store,
             await synced(store, supervisor),
             leadership,
-            KEY,
             CLOCK,
             events=EventRecorder(store, CLOCK),
         )

@@ -105,7 +105,6 @@ async def control_plane(
         store,
         informer,
         leads,
-        KEY,
         CLOCK,
         loads=scheduler,
         burn_of=slis.burn_of,
@@ -118,7 +117,7 @@ async def control_plane(
     supervisor.spawn("indicators", slis.run())
     supervisor.spawn("scaling", scaling.run())
     supervisor.spawn("events", events.run())
-    supervisor.spawn("reconciler", Reconciler(store, informer, leads, KEY, CLOCK, events=events).run())
+    supervisor.spawn("reconciler", Reconciler(store, informer, leads, CLOCK, events=events).run())
     try:
         listing = ScalingListing(store, scaling, NoScaling())
         yield Plane(scaling, listing, leads, campaign, slis, lambda: index.by_class)

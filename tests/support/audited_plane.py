@@ -86,7 +86,7 @@ def sequencer_of(
         found["key_file"].write_text(SEEDS[0] + "\n")
     leadership = found.pop("leadership")
     return AuditSequencer(
-        store, tiles, pending, leadership, KEY, clock, new_id=lambda: f"id{next(_numbers)}", **found
+        store, tiles, pending, leadership, clock, new_id=lambda: f"id{next(_numbers)}", **found
     )
 
 

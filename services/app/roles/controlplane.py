@@ -54,7 +54,7 @@ from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.limits import Price
-from services.core.records import DEPLOYMENTS, ROOT, Deployment, leader_key
+from services.core.records import DEPLOYMENTS, ROOT, Deployment
 from services.ports.nodes import NodeProvider
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
@@ -73,30 +73,29 @@ def controlplane(environment: Environment) -> Role:
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
     levels = AlertTelemetry(environment.metrics, leads=lambda: election.epoch is not None)
     recorder = EventRecorder(store, clock)
-    key = leader_key("controlplane")
     keys = environment.identity()
     limiter = open_redis(environment)
     audited, reader, sequencer = _open_audit(environment, election)
     service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
-    alerts = SpendAlerts(store, service.budgets, election, key, clock, events=recorder, telemetry=levels)
+    alerts = SpendAlerts(store, service.budgets, election, clock, events=recorder, telemetry=levels)
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
     slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
-    stores = StoreEvents(
-        _stores(environment, limiter), election, key, clock, events=recorder, ping=limiter.ping
-    )
+    stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
-    led = store, fleet, election, key, clock
     reconciler = Reconciler(
-        *led,
+        store,
+        fleet,
+        election,
+        clock,
         rounds,
         events=recorder,
         probes=slis.probes,
         likely=scaler.likely,
         residency=lambda: scaler.residency,
     )
-    rollouts = RolloutController(audited, fleet, election, key, clock, slis=slis)
+    rollouts = RolloutController(audited, fleet, election, clock, slis=slis)
 
     async def start() -> None:
         await environment.store.found(environment.ids.store_generation())
@@ -164,7 +163,6 @@ def _open_audit(
         tiles,
         pending,
         election,
-        leader_key("controlplane"),
         environment.clock,
         key_file=settings.audit_key_file,
         checkpoint_file=settings.audit_checkpoint_file,
@@ -211,7 +209,6 @@ async def _start_nodes(
         environment.store,
         fleet,
         election,
-        leader_key("controlplane"),
         environment.clock,
         provider=provider,
         limits=NodeLimits(settings.node_limit, settings.node_order_s, settings.node_idle_s),
@@ -237,7 +234,6 @@ def _open_scaling(
         environment.store,
         fleet,
         election,
-        leader_key("controlplane"),
         environment.clock,
         loads=queues.loads,
         burn_of=slis.burn_of,

@@ -12,7 +12,7 @@ from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.telemetry import AlertTelemetry
-from services.core.records import OBJECTIVES, Objective, leader_key
+from services.core.records import OBJECTIVES, Objective
 from services.gateway.slis import SliRecorder, SliReporter
 from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.leadership import Election
@@ -33,7 +33,6 @@ def open_objectives(
         objectives,
         slis,
         election,
-        leader_key("controlplane"),
         clock,
         events=recorder,
         telemetry=telemetry,

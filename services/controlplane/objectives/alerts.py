@@ -29,7 +29,7 @@ from services.core.records import (
     dump,
 )
 from services.ports.clock import Clock
-from services.ports.store import CreateRevisionIs, Entry, ModRevisionIs, Put, Store
+from services.ports.store import Entry, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.leadership import Leadership
 from services.runtime.idempotent_writes import WriteSet
 
@@ -46,7 +46,7 @@ class MeasuredEvents(Protocol):
 
 
 class ObjectiveAlerts:
-    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key."""
+    """Runs in every control plane; acts only while it leads."""
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class ObjectiveAlerts:
         objectives: Objectives,
         slis: MeasuredEvents,
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         events: EventRecorder,
@@ -64,7 +63,6 @@ class ObjectiveAlerts:
         self._objectives = objectives
         self._slis = slis
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._events = events
         self._telemetry = telemetry or AlertTelemetry()
@@ -110,7 +108,7 @@ class ObjectiveAlerts:
             return
         name = objective.meta.name
         conditions = (
-            CreateRevisionIs(self._leader_key, epoch),
+            self._leadership.fence(epoch),
             ModRevisionIs(OBJECTIVES + name, stored.mod_revision),
         )
         together = WriteSet(conditions, (Put(OBJECTIVE_STATUS + name, dump(status)),))

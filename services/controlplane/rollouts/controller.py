@@ -47,7 +47,7 @@ from services.core.errors import NoLeader, StoreUnavailable
 from services.core.records import ROLLOUTS, BurnAlert, Priority, Sli, dump
 from services.core.rollouts.routes import WHOLE_BP, ModelRoute
 from services.ports.clock import Clock
-from services.ports.store import Committed, CreateRevisionIs, LeaseLost, ModRevisionIs, Put, Store
+from services.ports.store import Committed, LeaseLost, ModRevisionIs, Put, Store
 from services.runtime.audit import deciding
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Leadership
@@ -89,7 +89,7 @@ class ArmSlis(Protocol):
 
 
 class RolloutController:
-    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key.
+    """Runs in every control plane; acts only while it leads.
 
     ``informer`` contains everything under the root by ``fleet.decode``.
     """
@@ -99,7 +99,6 @@ class RolloutController:
         store: Store,
         informer: Informer[FleetRecord | None],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         slis: ArmSlis,
@@ -107,7 +106,6 @@ class RolloutController:
         self._store = store
         self._informer = informer
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._slis = slis
         self._message_s: dict[str, float] = {}  # time of the last message of each open rollout
@@ -161,7 +159,7 @@ class RolloutController:
             if self._leadership.epoch != epoch:
                 break
             if after != held.record or writes.operations:
-                fence = CreateRevisionIs(self._leader_key, epoch)
+                fence = self._leadership.fence(epoch)
                 unchanged = ModRevisionIs(key, held.mod_revision)
                 write = WriteSet([fence, unchanged, *writes.conditions], writes.operations)
                 moved = (after.phase, after.step) != (held.record.phase, held.record.step)

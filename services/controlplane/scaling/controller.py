@@ -7,6 +7,7 @@ is never written here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -29,12 +30,13 @@ from services.core.estimates.pool_load import PoolLoad
 from services.core.records import DEPLOYMENTS, SCALED, SHARED_NODES, Deployment, Node, Objective, dump
 from services.core.scaling import Scaled
 from services.ports.clock import Clock
-from services.ports.store import Committed, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.ports.store import Committed, Delete, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.informer import Informer, Versioned
 from services.runtime.fleet_state.leadership import Leadership
 
 log = structlog.get_logger()
 PERIOD_S: Final = 1.0
+WAKE_PERIOD_S: Final = 0.2  # period of the checks for requests held at zero
 Loads = Callable[[], Awaitable[Mapping[str, PoolLoad]]]
 
 
@@ -68,7 +70,7 @@ class _Term:
 
 
 class ScalingController:
-    """Runs in every control plane; acts only while it leads. ``leader_key`` is the election's key.
+    """Runs in every control plane; acts only while it leads.
 
     ``informer`` contains everything under the root by ``fleet.decode``. ``loads`` returns the load of each
     version, and raises FairwayError while no scheduler reports. ``burn_of`` returns how many times too fast
@@ -80,7 +82,6 @@ class ScalingController:
         store: Store,
         informer: Informer[FleetRecord | None],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         loads: Loads,
@@ -92,7 +93,6 @@ class ScalingController:
         self._store = store
         self._informer = informer
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._loads = loads
         self._burn_of = burn_of
@@ -100,12 +100,40 @@ class ScalingController:
         self._tuning = tuning
         self._telemetry = telemetry
         self._term = _Term(0)
+        self._next_s = -math.inf
 
     async def run(self) -> None:
-        """Decide every ``PERIOD_S`` while leading, until cancelled; survives a store outage."""
+        """Decide every ``PERIOD_S`` while leading, until cancelled; survives a store outage.
+
+        A request that is held at zero waits for at most ``WAKE_PERIOD_S``.
+        """
         await repeat_while_leading(
-            self._leadership, self._clock, self.round, each_s=PERIOD_S, failed="scaling.store_lost"
+            self._leadership, self._clock, self._look, each_s=WAKE_PERIOD_S, failed="scaling.store_lost"
         )
+
+    async def _look(self, epoch: int) -> None:
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._next_s or await self._held_at_zero():
+            self._next_s = now_s + PERIOD_S
+            await self.round(epoch)
+
+    async def _held_at_zero(self) -> bool:
+        """Return whether a request waits for a deployment at zero that may wake."""
+        view, now_unix_s = self._informer.view, self._clock.unix_s()
+        asleep = {
+            held.record.deployment
+            for held in view.values()
+            if isinstance(held.record, Scaled)
+            and not held.record.replicas
+            and held.record.retry_unix_s <= now_unix_s
+        }
+        digests = {
+            held.record.version_digest
+            for held in view.values()
+            if isinstance(held.record, Deployment) and held.record.meta.name in asleep
+        }
+        loads = await self._observed() if digests else None
+        return loads is not None and any(loads[digest].held for digest in digests & loads.keys())
 
     @property
     def leads(self) -> bool:
@@ -219,7 +247,7 @@ class ScalingController:
         done = await self._store.commit(
             [Put(SCALED + name, dump(decision))],
             [
-                CreateRevisionIs(self._leader_key, epoch),
+                self._leadership.fence(epoch),
                 ModRevisionIs(SCALED + name, 0 if held is None else held.mod_revision),
                 ModRevisionIs(DEPLOYMENTS + name, deployment_revision),
             ],
@@ -238,7 +266,7 @@ class ScalingController:
         wanted = {SCALED + name for name in names}
         for key, held in view.items():
             if isinstance(held.record, Scaled) and key not in wanted:
-                fence = CreateRevisionIs(self._leader_key, epoch)
+                fence = self._leadership.fence(epoch)
                 unchanged = ModRevisionIs(key, held.mod_revision)
                 # An operator who gives it bounds at this moment finds no decision, and a new one is made.
                 await self._store.commit([Delete(key)], [fence, unchanged])

@@ -30,7 +30,7 @@ from services.core.records import NODE_ORDERS, NODES, Node, dump
 from services.core.scaling import NodeOrder, OrderState
 from services.ports.clock import Clock
 from services.ports.nodes import NodeProvider
-from services.ports.store import Committed, Condition, CreateRevisionIs, Delete, ModRevisionIs, Put, Store
+from services.ports.store import Committed, Condition, Delete, ModRevisionIs, Put, Store
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Leadership
 
@@ -41,17 +41,13 @@ ZONE_LABEL: Final = "zone"
 
 
 class NodeController:
-    """Runs in every control plane; acts only while it leads, after ``NodeLimits.settle_s``.
-
-    ``leader_key`` is the election's key.
-    """
+    """Runs in every control plane; acts only while it leads, after ``NodeLimits.settle_s``."""
 
     def __init__(
         self,
         store: Store,
         informer: Informer[FleetRecord | None],
         leadership: Leadership,
-        leader_key: str,
         clock: Clock,
         *,
         provider: NodeProvider,
@@ -67,7 +63,6 @@ class NodeController:
         self._store = store
         self._informer = informer
         self._leadership = leadership
-        self._leader_key = leader_key
         self._clock = clock
         self._provider = provider
         self._limits = limits
@@ -95,7 +90,7 @@ class NodeController:
             self._term, self._idle_since_s = (epoch, now_s), {}
         if now_s < max(self._next_s, self._term[1] + self._limits.settle_s):
             return
-        fence = CreateRevisionIs(self._leader_key, epoch)
+        fence = self._leadership.fence(epoch)
         try:
             await self._round(fence, now_s, epoch)
             self._failures = 0

@@ -17,7 +17,16 @@ import structlog
 
 from services.core.errors import StoreUnavailable
 from services.ports.clock import Clock
-from services.ports.store import Committed, Compacted, KeyRemoved, LeaseLost, ModRevisionIs, Put, Store
+from services.ports.store import (
+    Committed,
+    Compacted,
+    CreateRevisionIs,
+    KeyRemoved,
+    LeaseLost,
+    ModRevisionIs,
+    Put,
+    Store,
+)
 from services.runtime.fleet_state.lease import LeaseHolder, Registration
 from services.runtime.supervisor import first_of
 
@@ -32,6 +41,9 @@ class Leadership(Protocol):
 
     @property
     def epoch(self) -> int | None: ...
+
+    def fence(self, epoch: int) -> CreateRevisionIs:
+        """Return the condition of a write that the store refuses once another process leads."""
 
     async def wait_leading(self) -> int: ...
 
@@ -69,6 +81,9 @@ class Election:
         """The epoch while this process certainly leads, else None. Depends on the time: read it before each
         use."""
         return self._epoch if self._lease.lease_id is not None else None
+
+    def fence(self, epoch: int) -> CreateRevisionIs:
+        return CreateRevisionIs(self._key, epoch)
 
     async def wait_leading(self) -> int:
         """Return the epoch once this process leads, however long that takes."""

@@ -55,7 +55,6 @@ class PlaneNode:
             self.store,
             self.informer,
             self.election,
-            LEADER_KEY,
             clock,
             events=EventRecorder(self.store, clock),
             probes=self.slis.probes,
@@ -79,16 +78,13 @@ class PlaneNode:
         return Election(self.store, LEADER_KEY, record, ttl_s, process.clock, rng=process.rng)
 
     def make_controller(self) -> RolloutController:
-        return RolloutController(
-            self.store, self.informer, self.election, LEADER_KEY, self.process.clock, slis=self.slis
-        )
+        return RolloutController(self.store, self.informer, self.election, self.process.clock, slis=self.slis)
 
     def make_scaling(self, spec: ScalingSpec) -> ScalingController:
         return ScalingController(
             self.store,
             self.informer,
             self.election,
-            LEADER_KEY,
             self.process.clock,
             loads=self._loads,
             burn_of=lambda _: 0.0,
@@ -102,7 +98,6 @@ class PlaneNode:
             self.store,
             self.informer,
             self.election,
-            LEADER_KEY,
             self.process.clock,
             provider=provider,
             limits=spec.nodes,

@@ -210,7 +210,7 @@ async def lead(plane: Plane, leader: str, metrics: Metrics | None = None) -> tup
     budgets = Budgets(plane.store, plane.clock, plane.limiter)
     recorder = EventRecorder(plane.store, plane.clock)
     led, levels = StaticElection(entry.create_revision), AlertTelemetry(metrics)
-    alerts = SpendAlerts(plane.store, budgets, led, LEADER, plane.clock, events=recorder, telemetry=levels)
+    alerts = SpendAlerts(plane.store, budgets, led, plane.clock, events=recorder, telemetry=levels)
     return alerts, entry.create_revision
 
 
@@ -255,7 +255,7 @@ async def test_a_budget_deleted_meanwhile_leaves_no_alert(plane: Plane) -> None:
     await spend(plane.limiter, "r1", 60, LimitKind.MONTH_MICROS)
     recorder = EventRecorder(store, plane.clock)
     led = StaticElection(leader.create_revision)
-    alerts = SpendAlerts(store, budgets, led, LEADER, plane.clock, events=recorder)
+    alerts = SpendAlerts(store, budgets, led, plane.clock, events=recorder)
 
     async def delete() -> None:
         await budgets.delete("all")

@@ -71,7 +71,6 @@ class Leading:
             Objectives(store, clock),
             self.slis,
             election,
-            KEY,
             clock,
             events=recorder,
             telemetry=AlertTelemetry(self.metrics, leads=lambda: election.epoch is not None),
@@ -85,8 +84,8 @@ class Leading:
             election.run(),
             self.slis.run(),
             fleet.run(),
-            Reconciler(store, informer, election, KEY, clock, events=recorder).run(),
-            RolloutController(store, informer, election, KEY, clock, slis=self.slis).run(),
+            Reconciler(store, informer, election, clock, events=recorder).run(),
+            RolloutController(store, informer, election, clock, slis=self.slis).run(),
         ]
         tasks = [asyncio.ensure_future(one) for one in loops]
         try:

@@ -111,7 +111,7 @@ async def lead(plane: Plane, leader: str, measured: Measured) -> tuple[Objective
     objectives = Objectives(plane.store, plane.clock)
     recorder = EventRecorder(plane.store, plane.clock)
     led = StaticElection(entry.create_revision)
-    alerts = ObjectiveAlerts(plane.store, objectives, measured, led, LEADER, plane.clock, events=recorder)
+    alerts = ObjectiveAlerts(plane.store, objectives, measured, led, plane.clock, events=recorder)
     return alerts, entry.create_revision
 
 

@@ -70,6 +70,7 @@ from tests.integration.scheduler_fleet import (
     StaticDirectory,
     place_spec,
 )
+from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
@@ -507,8 +508,8 @@ async def test_two_control_planes_report_a_threshold_once(plane: Plane) -> None:
     first = await plane.store.get(key)
     assert first is not None
     recorders = [EventRecorder(plane.store, CLOCK) for _ in range(2)]
-    leads: Any = None  # each check is made by hand
-    alerts = [SpendAlerts(plane.store, budgets, leads, key, CLOCK, events=one) for one in recorders]
+    leads = StaticElection()  # each check is made by hand
+    alerts = [SpendAlerts(plane.store, budgets, leads, CLOCK, events=one) for one in recorders]
     await asyncio.gather(*(one.check(first.create_revision) for one in alerts))
     await plane.store.commit([Delete(key)])
     await plane.put(key, Leader("b", "h:2"))

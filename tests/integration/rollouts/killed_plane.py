@@ -83,8 +83,8 @@ async def main(endpoint: str, number: int, when: str, verdict: str) -> None:
     store.number, store.when = number, when
     informer: Informer[FleetRecord | None] = Informer(store, ROOT, decode, CLOCK)
     election = Election(store, KEY, dump(Leader(f"p{os.getpid()}", "")), 1, CLOCK)
-    reconciler = Reconciler(store, informer, election, KEY, CLOCK, events=EventRecorder(store, CLOCK))
-    controller = JudgedController(store, informer, election, KEY, CLOCK, slis=NoSlis())
+    reconciler = Reconciler(store, informer, election, CLOCK, events=EventRecorder(store, CLOCK))
+    controller = JudgedController(store, informer, election, CLOCK, slis=NoSlis())
     controller.verdict = Verdict(verdict)
     await asyncio.gather(informer.run(), election.run(), reconciler.run(), controller.run())
 

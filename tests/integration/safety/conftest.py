@@ -152,8 +152,8 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
         election.run(),
         slis.run(),
         events.run(),
-        Reconciler(store, fleet, election, KEY, CLOCK, events=events).run(),
-        RolloutController(store, fleet, election, KEY, CLOCK, slis=slis).run(),
+        Reconciler(store, fleet, election, CLOCK, events=events).run(),
+        RolloutController(store, fleet, election, CLOCK, slis=slis).run(),
     ]
     tasks = [asyncio.ensure_future(one) for one in loops]
     server = _control_plane(store)

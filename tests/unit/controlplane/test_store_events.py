@@ -5,12 +5,12 @@ from __future__ import annotations
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.event_log import EventRecorder, event_of
 from services.controlplane.store_events import StoreEvents
-from services.core.records import EVENTS
+from services.core.records import EVENTS, leader_key
 from services.ports.store import Put
 from tests.support.clocks import HandClock
 from tests.support.election import StaticElection
 
-LEADER = "/leader"
+LEADER = leader_key("controlplane")
 
 
 async def ping() -> None:
@@ -33,7 +33,6 @@ async def test_a_loss_and_a_return_are_one_event_each() -> None:
     events = StoreEvents(
         {"Redis": lambda: problems["Redis"]},
         StaticElection(1),
-        LEADER,
         clock,
         events=EventRecorder(store, clock),
         ping=ping,
@@ -58,7 +57,6 @@ async def test_what_another_leader_saw_long_ago_is_not_written_again() -> None:
     events = StoreEvents(
         {"etcd": lambda: "etcd does not answer"},
         StaticElection(1),
-        LEADER,
         clock,
         events=EventRecorder(store, clock),
         ping=ping,

@@ -160,7 +160,7 @@ def soak(candidate: ArmWindow, *, before_s: float, soak_s: float) -> dict[GateMe
             return {}
 
     unused: Any = None
-    controller = RolloutController(unused, unused, unused, "", unused, slis=Slis())
+    controller = RolloutController(unused, unused, unused, unused, slis=Slis())
     report = controller.reports(green, route_of(green, 2))["canary"]
     return {one.metric: (one.verdict, one.counted) for one in report.evidence}
 
