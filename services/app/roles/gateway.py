@@ -74,6 +74,7 @@ from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
+from services.gateway.safety.judges import Judges
 from services.gateway.safety.packs import SafetyPacks
 from services.gateway.safety.record import SafetyRecord
 from services.gateway.safety.requests import SafetyDesk
@@ -306,7 +307,7 @@ def _gateway_services(
         packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
-    ports = _judging(environment, catalog, runner, ports)
+    ports = _judging(environment, catalog, runner, ports, Judges(catalog, validator, ports, limits))
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,
@@ -320,10 +321,12 @@ def _gateway_services(
     return service, RowsService(service, identity, parts)
 
 
-def _judging(environment: Environment, catalog: ModelCatalog, runner: RowRunner, ports: Ports) -> Ports:
+def _judging(
+    environment: Environment, catalog: ModelCatalog, runner: RowRunner, ports: Ports, judges: Judges
+) -> Ports:
     """Return the ports with what judges texts by safety packs."""
     record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
-    classifiers = RowClassifiers(catalog, runner, ports)
+    classifiers = RowClassifiers(catalog, runner, ports, judges)
     desk = SafetyDesk(classifiers, record, environment.clock, environment.supervisor)
     return replace(ports, safety=desk)
 

@@ -88,6 +88,7 @@ async def test_a_verdict_is_a_row_of_the_tenant_and_is_charged(gateway: RowsGate
     assert (event.tenant, event.model) == ("acme", "emotion")
     assert event.usage.prompt_tokens == sum(row[0].shape[0] for one in runner.asked for row in one.rows)
     assert event.list_micros > 0
+    assert {one.request_id for one in runner.asked} == {event.request_id}, "workers report the same request"
 
 
 async def test_a_long_text_is_judged_in_parts_to_its_end(gateway: RowsGateway) -> None:
