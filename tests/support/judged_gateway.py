@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ TEMPLATE: Final = (
     "{{ guideline | default('') }}{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 )
 _BLOCK: Final = 16
-_LOAD_S: Final = 60.0
+_LOAD_S: Final = 240.0
 
 
 def write_guard(
@@ -34,7 +34,8 @@ def write_guard(
     torch.manual_seed(seed)
     sizes = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"vocab_size": 4096, "num_key_value_heads": 2, "max_position_embeddings": context}
-    config = getattr(transformers, f"{family}Config")(**sizes, head_dim=16, eos_token_id=1, **fields)
+    sizes |= {"head_dim": 16, "eos_token_id": 1} | fields
+    config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,12 +98,17 @@ class JudgedGateway:
 
 
 @asynccontextmanager
-async def judged_gateway(folder: Path, models: dict[str, Path]) -> AsyncIterator[JudgedGateway]:
-    """Yield a gateway that serves these models, each by an engine of the worker."""
-    versions = [AssignedVersion(name, name, digest_of(name)) for name in models]
+async def judged_gateway(
+    folder: Path, models: dict[str, Path], *, on_vllm: Collection[str] = (), vllm_dir: Path | None = None
+) -> AsyncIterator[JudgedGateway]:
+    """Yield a gateway that serves these models, each by an engine of the worker, ``on_vllm`` by vLLM's."""
+    versions = [
+        AssignedVersion(name, name, digest_of(name), "vllm" if name in on_vllm else "torch")
+        for name in models
+    ]
     source = _Folders({digest_of(name): path for name, path in models.items()})
     settings = EngineSettings(kv_memory_bytes=32 << 20, block_size=_BLOCK, threads=1, operators="torch")
-    worker = await start_harness(TINY, settings, assign=False, source=source)
+    worker = await start_harness(TINY, settings, assign=False, source=source, vllm_dir=vllm_dir)
     try:
         await worker.assign(*versions)
         digests = [one.version_digest for one in versions]
