@@ -128,9 +128,9 @@ def _checked(rule: ModelRule, model: TextModel) -> Signature:
     """Return the signature of a model that has the labels of a rule. Raises FailedPrecondition."""
     signature = model.signature
     if signature is None or signature.operation is not Operation.CLASSIFY:
-        raise FailedPrecondition(f"{rule.model} classifies no texts")
+        raise FailedPrecondition(f"{rule.model} classifies no texts: roll out a pack that names a classifier")
     if missing := sorted(rule.labels.keys() - set(signature.classes.names)):
-        raise FailedPrecondition(f"{rule.model} has no label {missing[0]!r}")
+        raise FailedPrecondition(f"{rule.model} has no label {missing[0]!r}: roll out a pack that fits it")
     return signature
 
 
