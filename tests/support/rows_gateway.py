@@ -54,9 +54,8 @@ from services.gateway.requests.quotas import RequestQuotas
 from services.gateway.requests.validate import Validator
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
-from services.gateway.safety.judges import Judges
 from services.gateway.safety.packs import SafetyPacks
-from services.gateway.safety.verdicts import RowClassifiers
+from services.gateway.safety.verdicts import Judges, RowClassifiers
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry

@@ -74,11 +74,10 @@ from services.gateway.rows.prefills import PrefilledRows
 from services.gateway.rows.runner import LeasedRows, RowExplanations, RowLimits
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
-from services.gateway.safety.judges import Judges
 from services.gateway.safety.packs import SafetyPacks
 from services.gateway.safety.record import SafetyRecord
 from services.gateway.safety.requests import SafetyDesk
-from services.gateway.safety.verdicts import RowClassifiers
+from services.gateway.safety.verdicts import Judges, RowClassifiers
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports

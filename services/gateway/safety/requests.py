@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from itertools import count
+from operator import add
 from typing import Any, Final, Protocol
 
 import structlog
@@ -49,13 +50,7 @@ class ModelUse:
     is_reported: bool = False  # whether the usage ledger has it, so that limits alone are to be charged
 
     def add(self, usage: Usage) -> None:
-        had = self.usage
-        self.usage = Usage(
-            had.prompt_tokens + usage.prompt_tokens,
-            had.output_tokens + usage.output_tokens,
-            had.cached_tokens + usage.cached_tokens,
-            had.device_s + usage.device_s,
-        )
+        self.usage = Usage(*map(add, astuple(self.usage), astuple(usage)))
 
 
 @dataclass(slots=True)

@@ -166,7 +166,8 @@ async def problem(judged: JudgedGateway, text: str) -> str:
 async def unread(judged: JudgedGateway) -> str:
     """Return a text to which the guard does not come to an end."""
     obey(judged, QWEN | {"scopes": ["input"]})
-    for text in (*TEXTS, *"abcdefgh"):
+    texts: tuple[str, ...] = (*TEXTS, *"abcdefgh")
+    for text in texts:
         if "qwen: an answer was cut after 128 tokens" in await problem(judged, text):
             return text
     raise AssertionError("every answer has an end")
