@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from services.core.generation import AnyGrant, Grant, NotAdmittedReason, PlaceSpec
+from services.core.generation import AnyGrant, Grant, NotAdmittedReason, PlaceSpec, StartSpec
 from services.core.records import AssignedVersion, VersionState
+from services.ports.worker import RunningSequence, SequenceSink, WorkerClient
 from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import FolderSource, Harness, eventually, start_harness
 from tests.support.rows_gateway import RowsGateway, Sockets, digest_of, rows_gateway, served
@@ -81,11 +82,24 @@ class _Placement:
     def over(self, grant: AnyGrant, refusal: NotAdmittedReason | None = None) -> None: ...
 
 
+class _Workers:
+    """Keeps what was started on the one worker."""
+
+    def __init__(self, client: WorkerClient) -> None:
+        self._client = client
+        self.started: list[StartSpec] = []
+
+    def start(self, spec: StartSpec, sink: SequenceSink) -> RunningSequence:
+        self.started.append(spec)
+        return self._client.start(spec, sink)
+
+
 @dataclass
 class JudgedGateway:
     gateway: RowsGateway
     sockets: Sockets
     placement: _Placement
+    workers: _Workers
     worker: Harness
     folder: Path
 
@@ -113,9 +127,9 @@ async def judged_gateway(
         await worker.assign(*versions)
         digests = [one.version_digest for one in versions]
         await eventually(lambda: {*map(worker.state, digests)} == {VersionState.READY}, _LOAD_S)
-        placement = _Placement(worker)
-        parts = {"placement": placement, "workers": worker.client, "runner": object()}
+        placement, workers = _Placement(worker), _Workers(worker.client)
+        parts = {"placement": placement, "workers": workers, "runner": object()}
         async with rows_gateway(models, **parts) as gateway, served(gateway) as sockets:
-            yield JudgedGateway(gateway, sockets, placement, worker, folder)
+            yield JudgedGateway(gateway, sockets, placement, workers, worker, folder)
     finally:
         await worker.close()

@@ -198,6 +198,20 @@ async def test_without_its_guard_the_pack_decides(judged: JudgedGateway, fail: s
         serve(judged, "shield", 1)
 
 
+async def test_an_input_that_ended_the_guards_engine_is_not_asked_again(judged: JudgedGateway) -> None:
+    obey(judged, SHIELD_RULE | {"scopes": ["input"]})
+    await scores(judged, "an engine's end")
+    asked, poisons = judged.workers.started[-1].generation, judged.gateway.ports.poisons
+    assert asked.safety is None, "a pack would judge its own judge"
+    assert asked.sampling.temperature == 0.0
+    assert asked.sampling.constraint is not None
+    assert poisons is not None
+    await poisons.condemn(asked, 2)
+    before = len(judged.placement.asked)
+    assert "it is refused on this version" in await problem(judged, "an engine's end")
+    assert len(judged.placement.asked) == before
+
+
 async def test_a_text_that_is_too_long_is_judged_in_parts(judged: JudgedGateway) -> None:
     obey(judged, SHIELD_RULE | {"scopes": ["input"]})
     before = len(judged.placement.asked)
