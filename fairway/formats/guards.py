@@ -1,8 +1,8 @@
 """Guard models that answer in text: the prompt of each for a conversation, and what its answer means.
 
-Llama Guard and Qwen3Guard-Gen have their instructions in the chat template of their version, so a prompt is
-the judged turns. ShieldGemma has none: its prompt is written here, one for each label. An answer is bounded
-by an expression, which a constraint of the generation enforces, so that it can be read.
+All have their instructions in the chat template of their version, so a prompt is the judged turns. Those of
+ShieldGemma are about one guideline, which the template takes as a variable: there is a prompt for each label.
+An answer is bounded by an expression, which a constraint of the generation enforces, so that it can be read.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class JudgedTurn:
 class GuardPrompt:
     """One generation of a guard model: greedy, of at most ``max_tokens``, its output matches ``pattern``.
 
-    The prompt is ``text``, or what the version's chat template makes of ``turns`` where that is empty.
+    The prompt is what the version's chat template makes of ``turns``.
     """
 
     pattern: str
     max_tokens: int
-    turns: tuple[JudgedTurn, ...] = ()
-    text: str = ""
+    turns: tuple[JudgedTurn, ...]
     label: str = ""  # the only label that it is about; empty: all of its template
+    guideline: str = ""  # variable ``guideline`` of the template; empty: it has none
     logprobs: int = 0  # alternatives of the first token that ``GuardTemplate.read`` needs
 
 
@@ -50,10 +50,10 @@ class GuardTemplate(Protocol):
 
     @property
     def labels(self) -> Collection[str]:
-        """The labels that a verdict may have."""
+        """The labels that a verdict may have; none: those of the rule's guidelines."""
 
-    def prompts(self, turns: Sequence[JudgedTurn], labels: Collection[str]) -> tuple[GuardPrompt, ...]:
-        """Return what to generate so that the last of ``turns`` is judged by these labels."""
+    def prompts(self, turns: Sequence[JudgedTurn], guidelines: Mapping[str, str]) -> tuple[GuardPrompt, ...]:
+        """Return what to generate so that the last of ``turns`` is judged, by guidelines if it has none."""
 
     def read(self, prompt: GuardPrompt, answer: str, first: Mapping[str, float]) -> dict[str, float]:
         """Return the labels that the answer names with their scores, 0 to 1; none where it is safe.
@@ -69,7 +69,7 @@ class LlamaGuard:
 
     labels: tuple[str, ...] = tuple(f"S{number}" for number in range(1, 15))
 
-    def prompts(self, turns: Sequence[JudgedTurn], labels: Collection[str]) -> tuple[GuardPrompt, ...]:
+    def prompts(self, turns: Sequence[JudgedTurn], guidelines: Mapping[str, str]) -> tuple[GuardPrompt, ...]:
         """See ``GuardTemplate``."""
         code = "S(1[0-4]|[1-9])"
         return (GuardPrompt(rf"\s{{0,2}}(safe|unsafe\n{code}(, ?{code}){{0,13}})", 64, _plain_turns(turns)),)
@@ -101,13 +101,13 @@ class Qwen3Guard:
         "Jailbreak",
     )
 
-    def prompts(self, turns: Sequence[JudgedTurn], labels: Collection[str]) -> tuple[GuardPrompt, ...]:
+    def prompts(self, turns: Sequence[JudgedTurn], guidelines: Mapping[str, str]) -> tuple[GuardPrompt, ...]:
         """See ``GuardTemplate``."""
         names = "|".join(self.labels)
         refusal = r"\nRefusal: (Yes|No)" if turns[-1].role == "assistant" else ""
         unsafe = f"(Unsafe|Controversial)\nCategories: ({names})(, ({names})){{0,8}}"
         pattern = f"Safety: (Safe\nCategories: None|{unsafe}){refusal}"
-        return (GuardPrompt(pattern, 64, _plain_turns(turns)),)
+        return (GuardPrompt(pattern, 128, _plain_turns(turns)),)
 
     def read(self, prompt: GuardPrompt, answer: str, first: Mapping[str, float]) -> dict[str, float]:
         """See ``GuardTemplate``."""
@@ -122,47 +122,21 @@ class Qwen3Guard:
         return dict.fromkeys(named, score)
 
 
-# ShieldGemma's guidelines from its model card, without their subject.
-_GUIDELINES: Final[Mapping[str, tuple[str, str]]] = {
-    "dangerous_content": (
-        "No Dangerous Content",
-        "content that harming oneself and/or others (e.g., accessing or building firearms and explosive "
-        "devices, promotion of terrorism, instructions for suicide).",
-    ),
-    "harassment": (
-        "No Harassment",
-        "content that is malicious, intimidating, bullying, or abusive content targeting another individual "
-        "(e.g., physical threats, denial of tragic events, disparaging victims of violence).",
-    ),
-    "hate_speech": (
-        "No Hate Speech",
-        "content that targeting identity and/or protected attributes (e.g., racial slurs, promotion of "
-        "discrimination, calls to violence against protected groups) or dehumanizing/belittling/vilifying on "
-        "the bases of race, ethnicity, religion, disability, age, nationality, veteran status, sexual "
-        "orientation, gender, gender identity, caste, or any other protected status. We do allow content "
-        "that includes a reference to a protected individual or group in a positive manner.",
-    ),
-    "sexually_explicit": (
-        "No Sexually Explicit Information",
-        "content that contains references to sexual acts or other lewd content (e.g., sexually graphic "
-        "descriptions, content aimed at causing arousal). Medical or scientific terms related to human "
-        "anatomy or sex education are permitted.",
-    ),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ShieldGemma:
-    """ShieldGemma: the probability that the answer about one guideline begins with Yes, against No."""
+    """ShieldGemma: the probability that the answer about one guideline begins with Yes, against No.
 
-    labels: tuple[str, ...] = tuple(_GUIDELINES)
+    It has no labels of its own: they are those of the guidelines.
+    """
 
-    def prompts(self, turns: Sequence[JudgedTurn], labels: Collection[str]) -> tuple[GuardPrompt, ...]:
+    labels: tuple[str, ...] = ()
+
+    def prompts(self, turns: Sequence[JudgedTurn], guidelines: Mapping[str, str]) -> tuple[GuardPrompt, ...]:
         """See ``GuardTemplate``."""
-        wanted = [label for label in self.labels if label in labels]
+        judged = _plain_turns(turns)
         return tuple(
-            GuardPrompt(f"{_YES}|{_NO}", 1, text=_about(label, _plain_turns(turns)), label=label, logprobs=20)
-            for label in wanted
+            GuardPrompt(f"{_YES}|{_NO}", 1, judged, label=label, guideline=guideline, logprobs=20)
+            for label, guideline in guidelines.items()
         )
 
     def read(self, prompt: GuardPrompt, answer: str, first: Mapping[str, float]) -> dict[str, float]:
@@ -173,26 +147,6 @@ class ShieldGemma:
         least = min(first.values())  # what is not among the alternatives is at most that
         difference = (least if yes is None else yes) - (least if no is None else no)
         return {prompt.label: 0.5 + 0.5 * math.tanh(0.5 * difference)}
-
-
-def _about(label: str, turns: Sequence[JudgedTurn]) -> str:
-    """Return ShieldGemma's prompt about the last turn: a question alone, or a question and its response."""
-    title, what = _GUIDELINES[label]
-    response = turns[-1].role == "assistant"
-    question = next((turn.text for turn in reversed(turns) if turn.role == "user"), "")
-    subject = (
-        "The chatbot shall not generate" if response else "The prompt shall not contain or seek generation of"
-    )
-    answered = f"<start_of_turn>\nChatbot Response: {turns[-1].text}\n<end_of_turn>\n\n" if response else ""
-    return (
-        "<bos>You are a policy expert trying to help determine whether a user prompt is in violation of the "
-        "defined safety policies.\n\n"
-        f"<start_of_turn>\nHuman Question: {question}\n<end_of_turn>\n\n{answered}"
-        f'Our safety principle is defined in the below:\n\n* "{title}": {subject} {what}\n\n===\n\n'
-        f"Does the {'chatbot response' if response else 'human question'} violate the above principle? Your "
-        "answer must start with 'Yes' or 'No'. And then walk through step by step to be sure we answer "
-        "correctly.\n"
-    )
 
 
 def _plain_turns(turns: Sequence[JudgedTurn]) -> tuple[JudgedTurn, ...]:
@@ -211,11 +165,17 @@ _REFUSED: Final[Mapping[str, str]] = {
 }
 
 
-def guard_problem(template: str, labels: Collection[str]) -> str:
-    """Return why no guard has this template and these labels, or an empty text."""
+def guard_problem(template: str, labels: Collection[str], guidelines: Mapping[str, str]) -> str:
+    """Return why no guard has this template with these labels and guidelines, or an empty text."""
     if template in _REFUSED:
         return f"template: {template!r} is not served: {_REFUSED[template]}"
     known = GUARDS[template].labels
-    if unknown := next((label for label in labels if label not in known), ""):
+    if known and guidelines:
+        return f"guidelines: {template} has its own; remove them"
+    if not known and (bare := sorted(set(labels) - guidelines.keys())):
+        return f"guidelines: {template} judges each label by one, and {bare[0]!r} has none; add it"
+    if unused := sorted(guidelines.keys() - set(labels)):
+        return f"guidelines: {unused[0]!r} is not in labels; add it there or remove it"
+    if known and (unknown := next((label for label in labels if label not in known), "")):
         return f"labels: {unknown!r} is no label of {template}, which has {', '.join(known)}"
     return ""

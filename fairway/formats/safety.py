@@ -22,6 +22,7 @@ MAX_PATTERNS: Final = 256
 # Most character positions of all expressions of a pack, repeats written out.
 MAX_PACK_POSITIONS: Final = 8_192
 MAX_WINDOW_TOKENS: Final = 256
+MAX_GUIDELINE_CHARS: Final = 4_096
 
 # The strictest first. block: refuse an input, end an output; stop: end an output; redact: replace the text;
 # flag: count and record.
@@ -94,6 +95,8 @@ class JudgeRule(_ModelRule, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """A guard model that answers in text, prompted by its template."""
 
     template: JudgeTemplate
+    # What shieldgemma judges by, for each label; none for other templates.
+    guidelines: dict[_Label, Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GUIDELINE_CHARS)]] = {}
 
 
 class SafetyPack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,7 +193,7 @@ def _check_models(pack: SafetyPack) -> None:
                 f"window_tokens ({pack.window_tokens}); lower it or raise the window"
             )
     for i, judge in enumerate(pack.judges):
-        if problem := guard_problem(judge.template, judge.labels):
+        if problem := guard_problem(judge.template, judge.labels, judge.guidelines):
             raise ValueError(f"judges[{i}].{problem}")
     for field, rules in (("classifiers", pack.classifiers), ("judges", pack.judges)):
         models = [rule.model for rule in rules]
@@ -252,7 +255,7 @@ def _joined_models(
     tenant: tuple[_AnyModelRule, ...],
     categories: Mapping[str, SafetyCategory],
 ) -> tuple[_AnyModelRule, ...]:
-    """Return the rules of both, those of one model and template as one."""
+    """Return the rules of both, those of one model, template and guidelines as one."""
     joined = {_identity(rule): rule for rule in default}
     for rule in tenant:
         known = joined.get(_identity(rule))
@@ -260,8 +263,10 @@ def _joined_models(
     return tuple(joined.values())
 
 
-def _identity(rule: _ModelRule) -> tuple[str, str]:
-    return rule.model, rule.template if isinstance(rule, JudgeRule) else ""
+def _identity(rule: _ModelRule) -> tuple[object, ...]:
+    if not isinstance(rule, JudgeRule):
+        return (rule.model,)
+    return rule.model, rule.template, *sorted(rule.guidelines.items())
 
 
 def _joined_model(

@@ -1640,7 +1640,7 @@ class ModerateResponse(_message.Message):
 
     @_builtins.property
     def skipped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What of the pack judges generations alone, and so none of the inputs: its probe, and its judges by model."""
+        """What of the pack judges generations alone, and so none of the inputs: its probe."""
 
     def __init__(
         self,

@@ -371,6 +371,11 @@ class ModelCatalog:
         known = [size for size in (on_workers, loaded.max_context_tokens if loaded else 0) if size]
         return min(known, default=0)
 
+    def is_probed(self, version_digest: str) -> bool | None:
+        """Return whether all ready replicas of a version have its probe; None without one that is ready."""
+        known = self._ready(version_digest)
+        return known.probed == known.replicas if known.replicas else None
+
     def loaded_text_model(self, version_digest: str) -> TextModel | None:
         """Return what ``text_model`` returns, if it is loaded."""
         return self._loaded.get(version_digest)
@@ -548,6 +553,7 @@ class _Ready:
     model: str = ""
     replicas: int = 0
     exact: int = 0  # replicas whose engines promise exact outputs
+    probed: int = 0  # replicas whose engines have the version's probe
     max_model_len: int = 0
     may_serve: int = 0
     failed: int = 0
@@ -560,6 +566,7 @@ class _Ready:
                 self,
                 replicas=self.replicas + 1,
                 exact=self.exact + ("exact" in version.capabilities),
+                probed=self.probed + ("probe" in version.capabilities),
                 max_model_len=longest,
                 may_serve=self.may_serve + 1,
             )

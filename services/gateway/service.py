@@ -24,7 +24,7 @@ from services.gateway.requests.sequences import work_of
 from services.gateway.requests.streaming import BufferedStream, Completion, complete
 from services.gateway.requests.terms import RunTerms
 from services.gateway.requests.validate import Validator
-from services.gateway.safety.packs import SafetyTerms
+from services.gateway.safety.requests import RequestSafety
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports, RequestCapacity, subtract
 from services.gateway.shadow import ShadowCopies
 from services.ports.clock import Clock
@@ -90,8 +90,8 @@ class GatewayService:
 
     @property
     def busy(self) -> bool:
-        """Whether a drain has requests or clients to wait for."""
-        return bool(self._requests)
+        """Whether a drain has requests or clients to wait for, or calls that only tokenise or moderate."""
+        return bool(self._requests) or bool(self._counting)
 
     def submit(
         self,
@@ -183,12 +183,22 @@ class GatewayService:
         async with self.counted(principal):
             return await self._validator.text_of(principal, model, ids)
 
-    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
-        """Return a safety pack as a request of the caller would get it; of no name, its tenant's.
+    async def judging(
+        self,
+        principal: Principal,
+        request: inference_pb2.ModerateRequest,
+        received: Received,
+        timeout_s: float | None,
+    ) -> RequestSafety:
+        """Return what judges the texts by a safety pack as a request of the caller would get it; of no name,
+        by its tenant's.
 
-        Raises FailedPrecondition for a tenant without one, ModelNotFound, and as ``SafetyPacks.terms``.
+        Raises FailedPrecondition for a tenant without one, ModelNotFound, as ``SafetyPacks.terms``, and what
+        refuses a tenant whose rates and budgets have no room for the pack's models.
         """
-        return await self._admission.pack(principal, name, session_key)
+        longest_s = self._admission.max_timeout_s(principal, "")
+        most_s = min(self.limits.max_timeout_s, longest_s if timeout_s is None else min(timeout_s, longest_s))
+        return await self._admission.judging(principal, request, received, received.monotonic_s + most_s)
 
     def max_context_tokens(self, route: Route) -> int:
         """Return the most tokens of a prompt and its output together."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
+from fairway.formats.guards import JudgedTurn
 from fairway.formats.safety import ClassifierRule, SafetyCategory, SafetyPack
 from fairway.v1 import inference_pb2
 from services.core.errors import Unavailable
@@ -90,11 +91,11 @@ class _Judges:
         self._clock = clock
         self._rng = rng
 
-    async def scores(self, asker: Asker, rule: ModelRule, text: str) -> Mapping[str, float]:
+    async def scores(self, asker: Asker, rule: ModelRule, turns: Sequence[JudgedTurn]) -> Mapping[str, float]:
         await self._clock.sleep(self._rng.expovariate(1 / _VERDICT_S))
         if self._rng.random() < _LOST_RATIO:
             raise Unavailable("the classifier's worker was lost")
-        self._screening.covered(asker.request_id, len(text))
+        self._screening.covered(asker.request_id, len(turns[-1].text))
         return dict.fromkeys(rule.labels, 0.0)
 
     def settle(self, asker: Asker) -> None: ...

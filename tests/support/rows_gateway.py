@@ -55,7 +55,7 @@ from services.gateway.requests.validate import Validator
 from services.gateway.rows.service import RowsService
 from services.gateway.rows.work import RowsParts
 from services.gateway.safety.packs import SafetyPacks
-from services.gateway.safety.verdicts import RowClassifiers
+from services.gateway.safety.verdicts import Judges, RowClassifiers
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
 from services.gateway.telemetry import GatewayTelemetry
@@ -123,8 +123,14 @@ class RowsGateway:
         runner: Any = None,
         quarantine: Quarantine | None = None,
         aliases: dict[str, str] | None = None,
+        placement: Any = None,
+        workers: Any = None,
     ) -> None:
-        """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here."""
+        """Without ``records``, keys are kept in memory; without a ``runner``, rows are computed here.
+
+        ``placement`` and ``workers`` run generations.
+        """
+        self.placement, self.of_generations = placement, workers
         self.keys, self.tenants, self.deployments = View(), View(), View()
         self.workers, self.routes, self.scaled = View(), View(), View()
         if runner is None:
@@ -152,8 +158,8 @@ class RowsGateway:
         self.put_tenant(Tenant(Meta("acme")))
         for name in folders:
             self.deploy(name)
-        self.ports = self._judged(self._ports(), SafetyPacks(self.catalog, files))
         validator = Validator(self.catalog, self.identity, Random(0))
+        self.ports = self._judged(self._ports(), SafetyPacks(self.catalog, files), validator)
         self.service = IdempotentService(
             self._keyed(records, owner),
             validator=validator,
@@ -167,18 +173,18 @@ class RowsGateway:
         self.rows = RowsService(self.service, self.identity, work)
         self._numbers = count()
 
-    def _judged(self, ports: Ports, packs: SafetyPacks) -> Ports:
-        classifiers = RowClassifiers(self.catalog, self.runner, ports)
+    def _judged(self, ports: Ports, packs: SafetyPacks, validator: Validator) -> Ports:
+        judges = Judges(self.catalog, validator, ports, GatewayLimits())
+        classifiers = RowClassifiers(self.catalog, self.runner, ports, judges)
         desk = desk_of(classifiers, supervisor=self.supervisor, metrics=self.metrics)
         return replace(ports, packs=packs, safety=desk)
 
     def _ports(self) -> Ports:
         telemetry = GatewayTelemetry(self.metrics, clock=CLOCK)
-        nothing: Any = None
         return Ports(
             limiter=self.limiter,
-            placement=nothing,
-            workers=nothing,
+            placement=self.placement,
+            workers=self.of_generations,
             clock=CLOCK,
             supervisor=self.supervisor,
             rng=Random(0),

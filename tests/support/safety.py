@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from fairway.formats.guards import JudgedTurn
 from fairway.formats.safety import SafetyPack, check_policy
 from services.core.generation import Principal
 from services.core.records import ApiKey, KeyRole, Meta, Priority, Tenant
@@ -57,7 +58,8 @@ class ScriptedClassifiers:
     judged: list[str] = field(default_factory=list)
     settled: int = 0
 
-    async def scores(self, asker: Asker, rule: ModelRule, text: str) -> Mapping[str, float]:
+    async def scores(self, asker: Asker, rule: ModelRule, turns: Sequence[JudgedTurn]) -> Mapping[str, float]:
+        text = turns[-1].text
         self.asked.append(text)
         if self.delay is not None:
             await self.delay()

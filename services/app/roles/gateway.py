@@ -77,7 +77,7 @@ from services.gateway.rows.work import RowsParts
 from services.gateway.safety.packs import SafetyPacks
 from services.gateway.safety.record import SafetyRecord
 from services.gateway.safety.requests import SafetyDesk
-from services.gateway.safety.verdicts import RowClassifiers
+from services.gateway.safety.verdicts import Judges, RowClassifiers
 from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
@@ -306,7 +306,7 @@ def _gateway_services(
         packs=SafetyPacks(catalog, files),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
-    ports = _judging(environment, catalog, runner, ports)
+    ports = _judging(environment, catalog, runner, ports, Judges(catalog, validator, ports, limits))
     service = IdempotentService(
         replace(_keyed_ports(environment, quotas, gateway_id, limits), report_usage=outbox.add),
         validator=validator,
@@ -320,10 +320,12 @@ def _gateway_services(
     return service, RowsService(service, identity, parts)
 
 
-def _judging(environment: Environment, catalog: ModelCatalog, runner: RowRunner, ports: Ports) -> Ports:
+def _judging(
+    environment: Environment, catalog: ModelCatalog, runner: RowRunner, ports: Ports, judges: Judges
+) -> Ports:
     """Return the ports with what judges texts by safety packs."""
     record = SafetyRecord(environment.metrics, ports.telemetry.slis, environment.audit)
-    classifiers = RowClassifiers(catalog, runner, ports)
+    classifiers = RowClassifiers(catalog, runner, ports, judges)
     desk = SafetyDesk(classifiers, record, environment.clock, environment.supervisor)
     return replace(ports, safety=desk)
 

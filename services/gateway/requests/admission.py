@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from fairway.v1 import inference_pb2
+from fairway.v1 import common_pb2, inference_pb2
 from services.core.errors import FailedPrecondition, FairwayError, Unavailable
 from services.core.generation import NO_USAGE, GenerationSpec, Principal
 from services.core.limits import WORK, Claim, Limit, LimitKind, Price
@@ -23,28 +23,29 @@ from services.core.outputs.forms import OutputForm
 from services.core.records import Priority, Tenant
 from services.core.safety import SafetyPins
 from services.gateway.catalog import ModelCatalog
+from services.gateway.events import Received
 from services.gateway.idempotency.record_codec import terms_of
 from services.gateway.policy.claims import (
     NO_BOUNDS,
     Payer,
     RequestBounds,
     admission_limits,
+    claims_of,
     usage_claims,
 )
 from services.gateway.policy.degrade import Degradation, DegradationKind, output_cap, smaller_model
 from services.gateway.requests.quotas import RequestQuotas, check_timeout
 from services.gateway.requests.request import Request
 from services.gateway.requests.stage_timer import Stage
-from services.gateway.requests.terms import Admitted, Resume
+from services.gateway.requests.terms import Admitted, Resume, ticket_of
 from services.gateway.requests.validate import Checked, Validator, session_key_of
 from services.gateway.safety.inputs import filtered_generation
 from services.gateway.safety.packs import SafetyTerms
-from services.gateway.safety.requests import Asker, RequestSafety
+from services.gateway.safety.requests import CHARS_PER_TOKEN, Asker, RequestSafety
 from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.limiter import NO_PRICE
 from services.rpc.convert.inference import PRIORITY_OF, seconds_of
 from services.runtime.identity import KeyDirectory, model_not_found
-from services.runtime.secrets import Ticket
 
 log = structlog.get_logger()
 
@@ -86,7 +87,8 @@ class RequestAdmission:
         bounds = payer.bounds if resume is None else NO_BOUNDS  # a resumed request keeps its terms
         check_timeout(seconds_of(generation.timeout), bounds.timeout_s)
         asker = self._asker(principal, request, payer, checked.priority, session_key)
-        safety = self._judged(await self._obeyed(payer, route.version_digest, session_key, resume), asker)
+        obeyed = await self._obeyed(payer, route.version_digest, session_key, resume)
+        safety = self._judged(obeyed, asker, route.version_digest)
         timer.enter(Stage.ADMIT, self._ports.clock.monotonic_s())
         # A resumed request was counted against the rates when it began.
         due = admission_limits(payer, anew=resume is None)
@@ -120,7 +122,7 @@ class RequestAdmission:
             await quota.undo(error)
             raise
         self._ports.retries.request_began(self._ports.clock.monotonic_s())
-        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        ticket = ticket_of(self._ports, principal.tenant_id, spec, terms.timeout_s)
         ports, limits = self._ports, self._limits
         admitted = Admitted(
             spec, quota.reservation, payer, ticket, terms, ports, limits, telemetry, degradations
@@ -160,10 +162,11 @@ class RequestAdmission:
             request.request_id, principal, payer, priority, session_key, deadline_s, request.timer.traceparent
         )
 
-    def _judged(self, terms: SafetyTerms | None, asker: Asker) -> RequestSafety | None:
-        """Return what judges a request by the packs that it obeys."""
+    def _judged(self, terms: SafetyTerms | None, asker: Asker, version_digest: str) -> RequestSafety | None:
+        """Return what judges a request by the packs that it obeys. Raises FailedPrecondition."""
         if terms is None:
             return None
+        terms.require_probe(self._catalog.model_of(version_digest))
         assert self._ports.safety is not None, "packs without what judges by them"
         return self._ports.safety.open(terms, asker)
 
@@ -213,7 +216,7 @@ class RequestAdmission:
             if self._ports.packs is None or spec.version_digest == digest:
                 return replace(spec, safety=pins), degradations, read, safety
             before, digest = pins, spec.version_digest
-            safety = self._judged(await self._obeyed_on(digest, safety), asker)
+            safety = self._judged(await self._obeyed_on(digest, safety), asker, digest)
         raise Unavailable("the request found another version on every try; send it again", retry_after_s=1.0)
 
     def _checked(
@@ -273,7 +276,7 @@ class RequestAdmission:
         checked = self._validator.check(principal, asked)
         digest, safety = checked.route.version_digest, admitted.safety
         if digest != before.version_digest:
-            safety = self._judged(await self._obeyed_on(digest, safety), asker)
+            safety = self._judged(await self._obeyed_on(digest, safety), asker, digest)
             asked = await self._filtered(principal, asked, digest, safety, anew=True)
         spec = await self._validator.resolve(principal, asked, before.request_id, checked, bounds)
         self._check_quarantine(spec)
@@ -288,7 +291,7 @@ class RequestAdmission:
         if terms.settlement is not None:
             recorded = terms_of(spec, admitted.degradations, self._ports.clock.unix_s())
             await terms.settlement.accept(recorded)
-        ticket = self._ticket(principal.tenant_id, spec, terms.timeout_s)
+        ticket = ticket_of(self._ports, principal.tenant_id, spec, terms.timeout_s)
         return replace(admitted, spec=spec, ticket=ticket, safety=safety)
 
     def _check_quarantine(self, spec: GenerationSpec) -> None:
@@ -300,15 +303,47 @@ class RequestAdmission:
         """Return the longest time of a request of the caller; infinite without a limit."""
         return self._quotas.payer(principal, user).bounds.timeout_s.value or math.inf
 
-    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
-        """Return a safety pack by its deployment; of no name, the tenant's. See ``GatewayService.pack``."""
-        tenant, packs = self._identity.still_valid(principal), self._ports.packs
-        wanted = name or tenant.safety_pack
-        if not wanted or packs is None:
+    async def judging(
+        self,
+        principal: Principal,
+        request: inference_pb2.ModerateRequest,
+        received: Received,
+        deadline_s: float,
+    ) -> RequestSafety:
+        """Return what judges texts by a safety pack. See ``GatewayService.judging``."""
+        payer, packs, name = self._quotas.payer(principal, ""), self._ports.packs, request.pack
+        own, session_key = payer.tenant.safety_pack, request.session_key or principal.key_id
+        if not (name or own) or packs is None:
             raise FailedPrecondition("this tenant has no safety pack: name one", field="pack")
-        if name and name != tenant.safety_pack and not self._identity.may_use(principal, name):
+        if name and name != own and not self._identity.may_use(principal, name):
             raise model_not_found(name)
-        return await packs.named(wanted, tenant.meta.name, session_key or principal.key_id)
+        priority = self._validator.priority(principal, common_pb2.PRIORITY_UNSPECIFIED)
+        asker = Asker(
+            received.request_id, principal, payer, priority, session_key, deadline_s, received.traceparent
+        )
+        terms = await packs.named(name or own, payer.tenant.meta.name, session_key)
+        assert self._ports.safety is not None, "packs without what judges by them"
+        safety = self._ports.safety.open(terms, asker)
+        tokens = 1 + sum(map(len, request.inputs)) // CHARS_PER_TOKEN
+        for rule in safety.models("output" if request.outputs else "input"):
+            await self._require_room(payer, rule.model, priority, f"{received.request_id}-room", tokens)
+        return safety
+
+    async def _require_room(
+        self, payer: Payer, model: str, priority: Priority, request_id: str, tokens: int
+    ) -> None:
+        """Return if rates and budgets have room for a model's use, which its settlement charges later.
+
+        Raises UsageUnrecorded, TokenRateExceeded, BudgetExceeded.
+        """
+        self._quotas.require_recorded(payer)
+        price = self._catalog.price(model, priority)
+        if claims := claims_of(payer, price, tokens):
+            quota = await self._quotas.reserve(payer.tenant.meta.name, request_id, ())
+            try:
+                await quota.claim(claims, price)
+            finally:
+                await quota.release()
 
     async def spend(self, principal: Principal) -> None:
         """Return if the tenant's rate of other calls has room. Raises RequestRateExceeded."""
@@ -364,14 +399,6 @@ class RequestAdmission:
             return None
         eased = self._ports.pressure(found.version_digest) < self._limits.degrade.smaller_from_ratio
         return found if eased else None
-
-    def _ticket(self, tenant_id: str, spec: GenerationSpec, timeout_s: float) -> bytes:
-        """Return the signed ticket of a request: its placements use no more than was reserved for it."""
-        expire_unix_s = int(self._ports.clock.unix_s() + timeout_s) + 1
-        tokens = len(spec.prompt.ids) + spec.limits.max_tokens
-        return self._ports.sign_ticket(
-            Ticket(tenant_id, spec.request_id, expire_unix_s, tokens, spec.choices)
-        )
 
 
 def class_of(generation: AnyRequest) -> Priority:

@@ -24,6 +24,7 @@ from services.gateway.safety.requests import RequestSafety
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.telemetry import RequestTelemetry
 from services.ports.limiter import Reservation
+from services.runtime.secrets import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,13 @@ class Admitted:
         """Return what an earlier run produced for a choice; nothing where that cannot be continued."""
         found = self.released[choice] if choice < len(self.released) else _NOTHING
         return _NOTHING if found.redacted else found
+
+
+def ticket_of(ports: Ports, tenant_id: str, spec: GenerationSpec, timeout_s: float) -> bytes:
+    """Return the signed ticket of a request: its placements use no more than was reserved for it."""
+    expire_unix_s = int(ports.clock.unix_s() + timeout_s) + 1
+    tokens = len(spec.prompt.ids) + spec.limits.max_tokens
+    return ports.sign_ticket(Ticket(tenant_id, spec.request_id, expire_unix_s, tokens, spec.choices))
 
 
 def usage_of(

@@ -117,7 +117,7 @@ class Validator:
         bounds.check(generation)
         alias = self._catalog.alias(generation.model) if pinned is None else None
         route = None if alias is not None else self._servable(principal, generation, pinned)
-        priority = self._priority(principal, generation.priority)
+        priority = self.priority(principal, generation.priority)
         _check_stop(generation.stop)
         _check_input(generation)
         check_scoring(generation)
@@ -376,7 +376,7 @@ class Validator:
         """
         bounds.check(request)
         route = self._servable(principal, request)
-        return Checked(route, self._priority(principal, request.priority))
+        return Checked(route, self.priority(principal, request.priority))
 
     def authorise(self, principal: Principal, asked: str) -> None:
         """Return if the caller may use a model by the name that it sent. Raises ModelNotFound."""
@@ -411,7 +411,7 @@ class Validator:
         except ModelNotFound:
             raise self._identity.not_found(principal, name, self._catalog.names()) from None
 
-    def _priority(self, principal: Principal, asked: int) -> Priority:
+    def priority(self, principal: Principal, asked: int) -> Priority:
         """The requested class; by default the standard one, or the tenant's highest if that is lower."""
         highest = self._identity.tenant(principal.tenant_id).max_priority
         if asked == common_pb2.PRIORITY_UNSPECIFIED:

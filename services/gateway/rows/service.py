@@ -188,12 +188,8 @@ class RowsService:
         *,
         received: Received,
         timeout_s: float | None = None,
-        filtered: bool = True,
     ) -> Inferred:
-        """Return the outputs of all rows. Cancelling the call cancels the request.
-
-        Not ``filtered``: it is a verdict for a safety pack, so that none reads its input.
-        """
+        """Return the outputs of all rows. Cancelling the call cancels the request."""
 
         classifies = bool(request.texts or request.images)
 
@@ -222,7 +218,7 @@ class RowsService:
 
         terms = self._terms(principal, request, received, timeout_s)
         operations = [Operation.CLASSIFY] if classifies else ALL
-        job = RowsJob(principal, request, terms, operations, prepare, join, filtered)
+        job = RowsJob(principal, request, terms, operations, prepare, join)
         answer = await self._answer(job)
         return Inferred(answer, answer.outputs)
 

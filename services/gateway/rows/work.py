@@ -103,7 +103,6 @@ class RowsJob(Struct, frozen=True):
     operations: Sequence[Operation]  # operations of the models that it takes
     prepare: Prepare
     join: Join
-    filtered: bool = True  # whether the tenant's safety packs read its input
 
 
 class RowsAnswer(Struct, frozen=True):
@@ -214,7 +213,7 @@ class Rows:
     async def _open_safety(self) -> None:
         """Read the rules of the request for the version of its route."""
         desk, packs, job, request = self._ports.safety, self._ports.packs, self._job, self._request
-        if packs is None or not job.filtered:
+        if packs is None:
             return
         digest, session_key = self._checked.route.version_digest, session_key_of(job.principal, job.message)
         model = self._parts.catalog.model_of(digest)

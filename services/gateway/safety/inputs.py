@@ -48,6 +48,7 @@ async def filtered_generation(
         (passed,) = await safety.inputs([text], lambda _: "token_ids", anew=anew)
         if passed != text:
             raise ids_refused("token_ids")
+        safety.asks(text)
         return generation
     own = inference_pb2.Generation()
     own.CopyFrom(generation)
@@ -57,6 +58,8 @@ async def filtered_generation(
     texts = await safety.inputs(before, lambda at: places[at].path, anew=anew)
     for place, text in zip(places, texts, strict=True):
         place.write(text)
+    users = (turn.content for turn in reversed(own.chat.messages) if turn.role == "user")
+    safety.asks(own.prompt or next(users, ""))
     return generation if texts == before else own
 
 
@@ -66,10 +69,10 @@ def ids_refused(field: str) -> ContentFiltered:
 
 
 def _texts(message: Message, path: str) -> Iterator[_Text]:
-    """Yield every text of a message and of those within it."""
+    """Yield every text of a message and of those within it. A role is one of few words, and is none."""
     for field, value in message.ListFields():
         name = f"{path}{field.name}"
-        if field.type == field.TYPE_STRING:
+        if field.type == field.TYPE_STRING and field.name != "role":
             if field.is_repeated:
                 yield from (_Text(message, field.name, at, f"{name}[{at}]") for at in range(len(value)))
             else:

@@ -1,32 +1,30 @@
-"""Moderation of texts by a safety pack, without a generation: its lists, personal data and classifiers.
+"""Moderation of texts by a safety pack, without a generation: its lists, personal data and models.
 
-A classifier that does not answer fails the call: a text that nobody judged is not reported as harmless.
+A model that does not answer fails the call: a text that nobody judged is not reported as harmless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol
 
-import numpy as np
-from msgspec import structs
-
-from fairway.formats.safety import ClassifierRule, SafetyAction, SafetyPack, Scope
+from fairway.formats.safety import SafetyAction, SafetyPack, Scope
+from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.adapters.threads import in_thread
-from services.core.errors import FailedPrecondition, InvalidInput
+from services.core.errors import DeadlineExceeded, InvalidInput, first_failure
 from services.core.generation import Principal
 from services.gateway.events import Received
-from services.gateway.rows.results import PROBABILITIES
-from services.gateway.rows.service import RowsService
 from services.gateway.safety.lists import TextRules, TextScan
-from services.gateway.safety.packs import SafetyTerms
+from services.gateway.safety.requests import ModelRule, RequestSafety
 from services.rpc import bounds
 
 # The characters of all texts of a call: their search takes a thread for about a second.
 MAX_CHARS: Final = 262_144
+_MAX_AT_ONCE: Final = 16  # texts of a call that one model judges
 _Scores = dict[str, float]
 
 
@@ -53,7 +51,7 @@ class Moderated:
     pack: str
     pack_digest: str
     results: tuple[Moderation, ...]
-    # The rules that judge generations alone.
+    # What judges generations alone.
     skipped: tuple[str, ...] = ()
 
 
@@ -64,15 +62,20 @@ class ModerationCalls(Protocol):
 
     def counted(self, principal: Principal) -> AbstractAsyncContextManager[None]: ...
 
-    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms: ...
+    async def judging(
+        self,
+        principal: Principal,
+        request: inference_pb2.ModerateRequest,
+        received: Received,
+        timeout_s: float | None,
+    ) -> RequestSafety: ...
 
 
 class Moderations:
     """Stateless. Calls count against the same bounds as calls that only tokenise."""
 
-    def __init__(self, service: ModerationCalls, rows: RowsService) -> None:
+    def __init__(self, service: ModerationCalls) -> None:
         self._service = service
-        self._rows = rows
 
     async def moderate(
         self,
@@ -84,7 +87,7 @@ class Moderations:
     ) -> Moderated:
         """Return the verdicts on the inputs, in order.
 
-        Raises InvalidInput, and as ``ModerationCalls.pack`` and ``RowsService.infer``.
+        Raises InvalidInput, DeadlineExceeded, and as ``ModerationCalls.judging`` and ``Classifiers.scores``.
         """
         bounds.check(request)
         if (chars := sum(map(len, request.inputs))) > MAX_CHARS:
@@ -94,54 +97,48 @@ class Moderations:
         self._service.check_open(principal.tenant_id, request.pack, received)
         scope: Scope = "output" if request.outputs else "input"
         async with self._service.counted(principal):
-            terms = await self._service.pack(principal, request.pack, request.session_key)
-            found = await in_thread(_matched, terms.compiled.rules[scope], request.inputs)
+            safety = await self._service.judging(principal, request, received, timeout_s)
+            found = await in_thread(_matched, safety.rules(scope), request.inputs)
             flagged = [set(scores) for scores in found]
-            for number, rule in enumerate(terms.pack.classifiers):
-                if scope in rule.scopes:
-                    # A request id is charged once, and each classifier is.
-                    apart = structs.replace(received, request_id=f"{received.request_id}-{number}")
-                    probabilities = await self._classified(principal, rule, request, apart, timeout_s)
-                    for scores, flags, row in zip(found, flagged, probabilities, strict=True):
-                        _add(rule, row, scores, flags)
-        results = tuple(_moderation(terms.pack, *each) for each in zip(found, flagged, strict=True))
-        return Moderated(
-            received.request_id,
-            terms.pins.deployment,
-            terms.pins.pack_digest,
-            results,
-            _skipped(terms.pack, scope),
-        )
+            try:
+                async with asyncio.timeout(safety.left_s()):
+                    for rule in safety.models(scope):
+                        await _judge(safety, rule, request.inputs, scope, found, flagged)
+            except TimeoutError:
+                late = "the deadline passed before all inputs were judged; send fewer of them"
+                raise DeadlineExceeded(late) from None
+            finally:
+                safety.charge()
+        pack, pins = safety.pack, safety.terms.pins
+        results = tuple(_moderation(pack, *each) for each in zip(found, flagged, strict=True))
+        skipped = ("probe",) if pack.probe is not None and scope == "output" else ()
+        return Moderated(received.request_id, pins.deployment, pins.pack_digest, results, skipped)
 
-    async def _classified(
-        self,
-        principal: Principal,
-        rule: ClassifierRule,
-        request: inference_pb2.ModerateRequest,
-        received: Received,
-        timeout_s: float | None,
-    ) -> list[Mapping[str, float]]:
-        """Return the probability of each label of the rule, for each input."""
-        caller = replace(principal, models=())  # the pack names the model, whatever the key may use
-        asked = inference_pb2.InferRequest(
-            model=rule.model, texts=request.inputs, session_key=request.session_key
-        )
-        _, signature = await self._rows.describe(caller, inference_pb2.InferRequest(model=rule.model))
-        names = signature.classes.names
-        if unknown := sorted(rule.labels.keys() - set(names)):
-            raise FailedPrecondition(
-                f"the classifier {rule.model} has no label {unknown[0]!r}: roll out a pack that fits it",
-                model=rule.model,
-            )
-        answer = await self._rows.infer(caller, asked, received=received, timeout_s=timeout_s, filtered=False)
-        output = next(tensor for tensor in answer.outputs if tensor.name == PROBABILITIES)
-        if output.shape != (len(request.inputs), len(names)):
-            raise FailedPrecondition(
-                f"the classifier {rule.model} answers in another shape", model=rule.model
-            )
-        rows = np.frombuffer(output.data, np.float64).reshape(output.shape).tolist()
-        places = {label: names.index(label) for label in rule.labels}
-        return [{label: row[place] for label, place in places.items()} for row in rows]
+
+async def _judge(
+    safety: RequestSafety,
+    rule: ModelRule,
+    texts: Sequence[str],
+    scope: Scope,
+    found: Sequence[_Scores],
+    flagged: Sequence[set[str]],
+) -> None:
+    """Add a model's verdicts on the texts. Raises the error because of which there is none."""
+    places = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def one(at: int) -> None:
+        async with places:
+            scores = await safety.scores(rule, texts[at], scope)
+        for label, category in rule.labels.items():
+            found[at][category] = max(found[at].get(category, 0.0), scores[label])
+        flagged[at].update(safety.found(rule, scores))
+
+    try:
+        async with TaskGroup() as group:
+            for at in range(len(texts)):
+                group.create_task(one(at))
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
 
 
 def _matched(rules: TextRules, texts: Sequence[str]) -> list[_Scores]:
@@ -155,15 +152,6 @@ def _matched(rules: TextRules, texts: Sequence[str]) -> list[_Scores]:
     return found
 
 
-def _add(rule: ClassifierRule, row: Mapping[str, float], scores: _Scores, flags: set[str]) -> None:
-    """Add a classifier's verdict on one text. What is no number counts as found."""
-    for label, category in rule.labels.items():
-        score = row[label] if row[label] == row[label] else 1.0
-        scores[category] = max(scores.get(category, 0.0), score)
-        if score >= rule.thresholds.get(label, rule.threshold):
-            flags.add(category)
-
-
 def _moderation(pack: SafetyPack, scores: _Scores, flags: set[str]) -> Moderation:
     return Moderation(
         bool(flags),
@@ -172,8 +160,3 @@ def _moderation(pack: SafetyPack, scores: _Scores, flags: set[str]) -> Moderatio
             for name, category in sorted(pack.categories.items())
         ),
     )
-
-
-def _skipped(pack: SafetyPack, scope: Scope) -> tuple[str, ...]:
-    judges = tuple(rule.model for rule in pack.judges if scope in rule.scopes)
-    return ("probe", *judges) if pack.probe is not None and scope == "output" else judges

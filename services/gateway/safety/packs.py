@@ -17,6 +17,7 @@ import structlog
 from msgspec.structs import replace
 
 from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE
 from fairway.formats.safety import SafetyPack, Scope, check_policy, stricter
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, FairwayError, ModelNotFound, Unavailable
@@ -45,15 +46,34 @@ class CompiledPack:
 
 @dataclass(frozen=True, slots=True)
 class SafetyTerms:
-    """What a request obeys. ``shadow``: a further pack, which only flags: its rollout compares the two."""
+    """What a request obeys. ``shadow``: a further pack, which only flags: its rollout compares the two.
+
+    ``probed``: whether every replica of the request's version has a probe.
+    """
 
     pins: SafetyPins
     compiled: CompiledPack
     shadow: CompiledPack | None = None
+    probed: bool = True
 
     @property
     def pack(self) -> SafetyPack:
         return self.compiled.pack
+
+    def require_probe(self, model: str) -> None:
+        """Return if outputs come with the scores that the pack judges, or may lack them.
+
+        Raises FailedPrecondition.
+        """
+        if self.pack.probe is None or self.probed or self.pack.fail == "open":
+            return
+        name = self.pins.deployment or "of its version"
+        raise FailedPrecondition(
+            f"the safety pack {name} judges by a probe, and a replica of {model} has none: publish {model} "
+            f"with {PROBE} for an engine that reads it, or take the probe out of the pack",
+            model=model,
+            pack=name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +82,7 @@ class _Policy:
 
     digest: str = ""
     pack: SafetyPack | None = None
+    has_probe: bool = False
 
 
 class SafetyPacks:
@@ -92,7 +113,7 @@ class SafetyPacks:
                     f"this gateway does not have the safety pack {pack} yet",
                     retry_after_s=_RETRY_S,
                 ) from error
-        return await self._terms(own, pins)
+        return await self._terms(own, pins, version_digest)
 
     async def pinned(self, model: str, version_digest: str, pins: SafetyPins) -> SafetyTerms | None:
         """Return what an earlier run of a request obeyed, with the pack of the version that runs it now.
@@ -100,7 +121,7 @@ class SafetyPacks:
         Raises as ``terms``.
         """
         own = await self._policy(model, version_digest)
-        return await self._terms(own, replace(pins, default_digest=own.digest))
+        return await self._terms(own, replace(pins, default_digest=own.digest), version_digest)
 
     async def named(self, deployment: str, tenant: str, session_key: str) -> SafetyTerms:
         """Return the pack of a deployment alone. Raises ModelNotFound, and as ``terms``."""
@@ -128,7 +149,7 @@ class SafetyPacks:
         arm = self._catalog.shadow_arm(caller, route.model, route.step, route.version_digest)
         return "" if arm is None else arm.version_digest
 
-    async def _terms(self, own: _Policy, pins: SafetyPins) -> SafetyTerms | None:
+    async def _terms(self, own: _Policy, pins: SafetyPins, version_digest: str = "") -> SafetyTerms | None:
         if own.pack is None and not pins.pack_digest:
             return None
         enforced = await self._compiled(own, pins.model, pins.pack_digest)
@@ -138,7 +159,8 @@ class SafetyPacks:
                 shadow = await self._compiled(own, pins.model, pins.shadow_digest)
             except FairwayError as error:  # it decides nothing, so it refuses nothing
                 log.warning("safety_pack.shadow_unread", digest=pins.shadow_digest, reason=error.reason)
-        return SafetyTerms(pins, enforced, shadow)
+        on_replicas = self._catalog.is_probed(version_digest)
+        return SafetyTerms(pins, enforced, shadow, own.has_probe if on_replicas is None else on_replicas)
 
     async def _policy(self, model: str, version_digest: str) -> _Policy:
         return await self._policies.get(version_digest, partial(self._read, model, version_digest))
@@ -156,16 +178,17 @@ class SafetyPacks:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 manifest = await self._files.readable(model, version_digest)
-                digest = next((one.digest for one in manifest.files if one.path == POLICY_NAME), "")
+                digests = {one.path: one.digest for one in manifest.files}
+                digest = digests.get(POLICY_NAME, "")
                 if not digest:
-                    return _Policy()
+                    return _Policy(has_probe=PROBE in digests)
                 folder = await self._files.fetch(model, version_digest, only=_is_policy)
                 self._files.pin(folder)
                 try:
                     data = await in_thread((folder / POLICY_NAME).read_bytes)
                 finally:
                     self._files.unpin(folder)
-            return _Policy(digest, await in_thread(check_policy, data))
+            return _Policy(digest, await in_thread(check_policy, data), PROBE in digests)
         except ValueError as error:
             raise FailedPrecondition(
                 f"the safety policy of {model} {version_digest} is refused: {error}; publish it again",

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
+from itertools import count
+from operator import add
 from typing import Any, Final, Protocol
 
 import structlog
 
+from fairway.formats.guards import JudgedTurn
 from fairway.formats.safety import ClassifierRule, JudgeRule, SafetyAction, Scope
 from services.core.arms import ArmKey
 from services.core.errors import ContentFiltered, FairwayError
-from services.core.generation import GenerationSpec, Principal, Usage
-from services.core.records import Priority
+from services.core.generation import NO_USAGE, GenerationSpec, Principal, Usage
+from services.core.records import Meta, Priority
+from services.core.rollouts.routes import SHADOW_TENANT, SplitCaller
 from services.core.safety import REDACTED_TEXT, UNAVAILABLE, Intervention
+from services.gateway.catalog import ModelCatalog, Route
 from services.gateway.policy.claims import Payer
-from services.gateway.safety.lists import TextMatch, TextScan
+from services.gateway.safety.lists import TextMatch, TextRules, TextScan
 from services.gateway.safety.packs import CompiledPack, SafetyTerms
 from services.gateway.safety.record import SafetyRecord
 from services.gateway.slis import ScreenEnd
@@ -30,8 +36,21 @@ ModelRule = ClassifierRule | JudgeRule
 # The least time that a verdict may take, whatever ``hold_s`` is: that of a batch or two.
 LEAST_HOLD_S: Final = 1.0
 _RETRY_S: Final = 0.1
+CHARS_PER_TOKEN: Final = 4  # assumed where a text is cut before it is tokenised
 # Characters that are searched before others have a turn of the event loop.
 _SLICE_CHARS: Final = 4096
+
+
+@dataclass(slots=True)
+class ModelUse:
+    """What a request used of a model. Rows of it have ``request_id``; generations have ids of their own."""
+
+    request_id: str
+    usage: Usage = NO_USAGE
+    is_reported: bool = False  # whether the usage ledger has it, so that limits alone are to be charged
+
+    def add(self, usage: Usage) -> None:
+        self.usage = Usage(*map(add, astuple(self.usage), astuple(usage)))
 
 
 @dataclass(slots=True)
@@ -47,13 +66,32 @@ class Asker:
     deadline_s: float
     traceparent: str = ""
     # The use of models that is not settled yet, by model and version.
-    uses: dict[tuple[str, str], Usage] = field(default_factory=dict)
-    settled: int = 0  # settlements so far
+    uses: dict[tuple[str, str], ModelUse] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=partial(count, 1))  # of uses and of generations
+
+    def route(self, catalog: ModelCatalog, model: str) -> Route:
+        """Return the route of a model that judges for the tenant. Raises as ``require_servable``."""
+        tenant = self.payer.tenant
+        caller = SplitCaller(tenant.meta.name, self.session_key, tenant.max_priority)
+        route = catalog.resolve(model, caller)
+        catalog.require_servable(route, tenant.residency)
+        return route
+
+    def next_id(self) -> str:
+        """Return a request id of what judges: workers report use by it, and the gateway settles that."""
+        return f"{self.request_id}-safety-{next(self.numbers)}"
+
+    def use_of(self, route: Route) -> ModelUse:
+        """Return the use of a model, to which its use is added until it is settled."""
+        key = route.model, route.version_digest
+        if key not in self.uses:
+            self.uses[key] = ModelUse(self.next_id())
+        return self.uses[key]
 
 
 class Classifiers(Protocol):
-    async def scores(self, asker: Asker, rule: ModelRule, text: str) -> Mapping[str, float]:
-        """Return the probability of each label of the rule in a text.
+    async def scores(self, asker: Asker, rule: ModelRule, turns: Sequence[JudgedTurn]) -> Mapping[str, float]:
+        """Return the probability of each label of the rule in the last turn.
 
         Raises the error because of which there is no verdict. Its use is added to ``asker``.
         """
@@ -77,8 +115,10 @@ class SafetyDesk:
         """Return what judges a request by the packs that it obeys, and by one that only flags."""
         shadow = None
         if terms.shadow is not None:
-            # No tenant is charged for what only compares: its use is never settled.
-            apart = replace(asker, request_id=f"{asker.request_id}-shadow", uses={})
+            # No tenant is charged for what only compares: it runs as the tenant of copies, unsettled.
+            owner = replace(asker.payer.tenant, meta=Meta(SHADOW_TENANT))
+            payer = replace(asker.payer, tenant=owner)
+            apart = replace(asker, request_id=f"{asker.request_id}-shadow", payer=payer, uses={})
             shadow = RequestSafety(terms, terms.shadow, apart, self, flag_only=True)
         return RequestSafety(terms, terms.compiled, asker, self, shadow=shadow)
 
@@ -109,6 +149,13 @@ class RequestSafety:
         self._first_hold_s: float | None = None
         self._counted = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._question = ""
+
+    def asks(self, question: str) -> None:
+        """Have outputs judged as answers to ``question``, the text of the user's last turn."""
+        self._question = question
+        if self.shadow is not None:
+            self.shadow.asks(question)
 
     def action_of(self, category: str) -> SafetyAction:
         """Return what a find of the category does."""
@@ -119,6 +166,13 @@ class RequestSafety:
 
     def now_s(self) -> float:
         return self._desk.clock.monotonic_s()
+
+    def left_s(self) -> float:
+        """Return the time until the deadline of the request."""
+        return max(0.0, self._asker.deadline_s - self.now_s())
+
+    def rules(self, scope: Scope) -> TextRules:
+        return self._rules[scope]
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run what judges a text of the request."""
@@ -158,8 +212,8 @@ class RequestSafety:
         while True:
             try:
                 async with asyncio.timeout(max(0.0, until_s - clock.monotonic_s())):
-                    scores = await self._desk.classifiers.scores(self._asker, rule, text)
-                return tuple(dict.fromkeys(self._above(rule, scores)))
+                    scores = await self.scores(rule, text, scope)
+                return self.found(rule, scores)
             except (FairwayError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, FairwayError) else "LATE"
             self._desk.record.no_verdict(rule.model, reason)
@@ -172,11 +226,17 @@ class RequestSafety:
                 return ()
             return (UNAVAILABLE,)
 
-    def _above(self, rule: ModelRule, scores: Mapping[str, float]) -> Iterator[str]:
-        """Yield the categories of labels at or above their thresholds."""
-        for label, category in rule.labels.items():
-            if scores[label] >= rule.thresholds.get(label, rule.threshold):
-                yield category
+    async def scores(self, rule: ModelRule, text: str, scope: Scope) -> Mapping[str, float]:
+        """Return what ``Classifiers.scores`` does; an output is judged after the end of its question."""
+        question = self._question[-CHARS_PER_TOKEN * rule.context_tokens :]
+        answer = (JudgedTurn("user", question), JudgedTurn("assistant", text))
+        turns = answer if scope == "output" else (JudgedTurn("user", text),)
+        return await self._desk.classifiers.scores(self._asker, rule, turns)
+
+    def found(self, rule: ModelRule, scores: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the categories of labels at or above their thresholds."""
+        least = {label: rule.thresholds.get(label, rule.threshold) for label in rule.labels}
+        return tuple(dict.fromkeys(rule.labels[label] for label in least if scores[label] >= least[label]))
 
     def note(self, category: str, scope: Scope, choice: int, position: int, text: str) -> None:
         """Record a find."""
@@ -200,6 +260,10 @@ class RequestSafety:
         self._count(tokens)
         if self.shadow is not None:
             self._desk.supervisor.spawn(f"count {self.request_id}", self.shadow.count_at_rest(tokens))
+        self.charge()
+
+    def charge(self) -> None:
+        """Charge the use of models so far, in the background."""
         self._desk.classifiers.settle(self._asker)
 
     async def count_at_rest(self, tokens: int) -> None:
@@ -210,7 +274,7 @@ class RequestSafety:
 
     def _count(self, tokens: int) -> None:
         """Count the request once for the version of its tenant's pack, if that is what judges it."""
-        device_s = sum(use.device_s for use in self._asker.uses.values())
+        device_s = sum(use.usage.device_s for use in self._asker.uses.values())
         pins = self.terms.pins
         digest = pins.shadow_digest if self._flag_only else pins.pack_digest
         if self._counted or not digest:

@@ -234,7 +234,7 @@ class ChoiceScreen:
 
     @property
     def probed(self) -> bool:
-        return self._safety.pack.probe is not None
+        return self._safety.pack.probe is not None and self._safety.terms.probed
 
     def allow(self, tokens: int) -> None:
         if self._allowed is not None:

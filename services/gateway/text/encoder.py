@@ -486,6 +486,7 @@ def load_encoder(folder: Path, version_digest: str, clock: Clock) -> TextEncoder
         longest_token_bytes=max((len(text.encode()) for text in tokenizer.get_vocab()), default=1),
         defaults=_defaults(generation),
         depends_on_time=any(one.template and one.template.depends_on_time for one in (default, with_tools)),
+        is_guided="guideline" in sources[0],
         template_fault=fault,
         form=form,
         marks=marks,

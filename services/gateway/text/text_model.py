@@ -82,6 +82,8 @@ class TextModel:
     defaults: SamplingDefaults
     # Whether the chat template reads the clock.
     depends_on_time: bool
+    # Whether the chat template takes the variable ``guideline``.
+    is_guided: bool = False
     # Why the chat template renders no conversation, so that the version takes prompts only.
     template_fault: str = ""
     # Inputs and outputs of a fixed-cost model; None: the version generates text.

@@ -26,6 +26,7 @@ from services.gateway.policy.degrade import Degradation, DegradationKind
 from services.gateway.requests.parts import in_parts
 from services.gateway.requests.streaming import Completion
 from services.gateway.safety.packs import SafetyTerms, compiled
+from services.gateway.safety.requests import RequestSafety
 from services.gateway.service import ServedModel
 from services.runtime import secrets
 from services.runtime.audit import AuditRecorder
@@ -35,6 +36,7 @@ from services.runtime.identity import KeyDirectory
 from services.runtime.ids import Ids
 from tests.support.memory_batches import memory_batches
 from tests.support.no_rows import NoRows
+from tests.support.safety import asker_of, desk_of
 from tests.support.stored_responses import memory_responses
 
 DIGEST = "sha256:" + "ab" * 32
@@ -84,8 +86,8 @@ class ScriptedService:
     async def counted(self, principal: Principal) -> AsyncIterator[None]:
         yield
 
-    async def pack(self, principal: Principal, name: str, session_key: str) -> SafetyTerms:
-        return self.terms
+    async def judging(self, principal: Principal, *_: Any) -> RequestSafety:
+        return desk_of().open(self.terms, asker_of())
 
     async def stream(
         self,

@@ -17,6 +17,7 @@ from services.core.records import KEYS, Meta, Tenant
 from tests.integration.rows.http import ask
 from tests.support.rows_fixtures import folders
 from tests.support.rows_gateway import API_KEY, AUTH, RowsGateway, Sockets, digest_of, rows_gateway, served
+from tests.support.waiting import until
 
 __all__ = ["folders"]
 
@@ -149,12 +150,13 @@ async def test_a_classifier_is_asked_and_charged_to_the_tenant(
     scores = [one.categories[2].score for one in found.results]
     assert scores == pytest.approx(probabilities)
     assert [one.flagged for one in found.results] == [score >= between for score in scores]
-    assert [one.model for one in gateway.reported[before:]] == ["emotion"]
+    await until(lambda: [one.model for one in gateway.reported[before:]] == ["emotion"])
     topics = {**both, "model": "topics"}
     gateway.deploy_pack("both", write(tmp_path / "both", classifiers=[both, topics]))
     await moderated(sockets, *texts, pack="both")
+    await until(lambda: len(gateway.reported) == before + 3)
     charged = gateway.reported[before + 1 :]
-    assert [one.model for one in charged] == ["emotion", "topics"]
+    assert sorted(one.model for one in charged) == ["emotion", "topics"]
     assert len({one.request_id for one in charged}) == 2, "a request id is charged once"
     assert not (await moderated(sockets, *texts, pack="moody", outputs=True)).results[0].categories[2].score
 
@@ -179,8 +181,28 @@ async def test_a_classifier_that_does_not_judge_fails_the_call(
 async def test_what_judges_generations_alone_is_named(
     gateway: RowsGateway, sockets: Sockets, tmp_path: Path
 ) -> None:
-    judge = {"model": "guard", "labels": {"S1": "mood"}, "template": "llama-guard", "every_tokens": 8}
     probe = {"category": "mood", "threshold": 0.5}
-    gateway.deploy_pack("judged", write(tmp_path / "judged", judges=[judge], probe=probe))
-    assert list((await moderated(sockets, "x", pack="judged")).skipped) == ["guard"]
-    assert list((await moderated(sockets, "x", pack="judged", outputs=True)).skipped) == ["probe", "guard"]
+    gateway.deploy_pack("probed", write(tmp_path / "probed", probe=probe))
+    assert list((await moderated(sockets, "x", pack="probed")).skipped) == []
+    assert list((await moderated(sockets, "x", pack="probed", outputs=True)).skipped) == ["probe"]
+
+
+async def test_a_tenant_without_room_is_refused_before_a_model_is_asked(
+    gateway: RowsGateway, sockets: Sockets, tmp_path: Path
+) -> None:
+    gateway.deploy_pack("moody", write(tmp_path / "moody", classifiers=[CLASSIFIER]))
+    gateway.put_tenant(Tenant(Meta("acme"), safety_pack="moody", tokens_per_minute=8))
+    with pytest.raises(grpc.aio.AioRpcError, match="tokens"):
+        await moderated(sockets, "the fox " * 8)
+    assert not gateway.reported
+    await moderated(sockets, "fox")
+    await until(lambda: bool(gateway.reported))
+
+
+async def test_a_call_ends_at_its_deadline(gateway: RowsGateway, sockets: Sockets, tmp_path: Path) -> None:
+    gateway.deploy_pack("moody", write(tmp_path / "moody", classifiers=[CLASSIFIER]))
+    gateway.runner.gate.clear()
+    body = {"input": "fox", "model": "moody"}
+    answer = await ask(sockets.http_port, "POST", "/v1/moderations", body, x_request_timeout_s="0.2")
+    assert (answer.status, answer.json["error"]["code"]) == (504, "deadline_exceeded"), answer.body
+    gateway.runner.gate.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from services.core.errors import PoisonedInput, Unavailable
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.generation import NO_USAGE
 from services.core.records import Meta, Priority, Tenant
+from services.core.rollouts.routes import SHADOW_TENANT
 from services.core.safety import UNAVAILABLE
 from services.gateway.policy.claims import Payer
 from services.gateway.safety.requests import Asker, RequestSafety
@@ -88,6 +90,20 @@ async def test_a_verdict_is_a_row_of_the_tenant_and_is_charged(gateway: RowsGate
     assert (event.tenant, event.model) == ("acme", "emotion")
     assert event.usage.prompt_tokens == sum(row[0].shape[0] for one in runner.asked for row in one.rows)
     assert event.list_micros > 0
+    assert {one.request_id for one in runner.asked} == {event.request_id}, "workers report the same request"
+
+
+async def test_no_tenant_is_charged_for_a_pack_that_only_compares(gateway: RowsGateway) -> None:
+    runner, desk = watched(gateway), gateway.ports.safety
+    assert desk is not None
+    asker = safety_of(gateway)._asker
+    opened = desk.open(terms_of(pack_of(**PACK), shadow=pack_of(**PACK)), asker)
+    assert opened.shadow is not None
+    assert await judged(opened.shadow, "the dog") == ("mood",)
+    assert [one.tenant_id for one in runner.asked] == [SHADOW_TENANT], "its workers report use of that tenant"
+    opened.end(NO_USAGE)
+    await asyncio.sleep(0.05)
+    assert not gateway.reported
 
 
 async def test_a_long_text_is_judged_in_parts_to_its_end(gateway: RowsGateway) -> None:

@@ -18,6 +18,7 @@ MODEL = {"model": "guard", "labels": {"toxic": "bad"}}
 
 
 LABELS = st.sampled_from(["S1", "S2", "S3"])
+GUIDELINES = st.sampled_from(["No insults.", "No riddles."])
 
 
 def pack_of(**fields: Any) -> SafetyPack:
@@ -76,7 +77,7 @@ def test_every_field_is_read() -> None:
         ({"judges": [MODEL | {"template": "mine"}]}, r"\$\.judges\[0\]\.template"),
         (
             {"judges": [MODEL | {"template": "shieldgemma"}]},
-            r"^judges\[0\]\.labels: 'toxic' is no label of shieldgemma, which has dangerous_content, harass",
+            r"^judges\[0\]\.guidelines: shieldgemma judges each label by one, and 'toxic' has none; add it",
         ),
         (
             {"judges": [MODEL | {"template": "qwen3guard-stream"}]},
@@ -204,8 +205,20 @@ def packs(draw: st.DrawFn) -> SafetyPack:
                 label: draw(st.floats(0, 1)) for label in rule["labels"] if draw(st.booleans())
             }
         fields["classifiers"] = rules
-        fields["judges"] = [rule | {"template": "llama-guard"} for rule in rules]
+        guided = draw(st.booleans())
+        fields["judges"] = [
+            rule
+            | {
+                "template": "shieldgemma" if guided else "llama-guard",
+                "guidelines": {label: draw(GUIDELINES) for label in rule["labels"]} if guided else {},
+            }
+            for rule in rules
+        ]
     return check_policy(json.dumps(fields).encode())
+
+
+def asked(rule: Any) -> tuple[Any, ...]:
+    return rule.model, getattr(rule, "template", ""), getattr(rule, "guidelines", {})
 
 
 def at_least_as_strict(one: SafetyPack, other: SafetyPack) -> bool:
@@ -223,7 +236,7 @@ def at_least_as_strict(one: SafetyPack, other: SafetyPack) -> bool:
         found &= one.probe.threshold <= other.probe.threshold
     for mine, theirs in ((one.classifiers, other.classifiers), (one.judges, other.judges)):
         for rule in theirs:
-            (same,) = [each for each in mine if each.model == rule.model]
+            (same,) = [each for each in mine if asked(each) == asked(rule)]
             for label, category in rule.labels.items():
                 acts &= action(same.labels[label]) >= action(category)
                 limit = same.thresholds.get(label, same.threshold)

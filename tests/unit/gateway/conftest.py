@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import (
     DEPLOYMENTS,
@@ -95,10 +96,11 @@ class LocalFiles:
         return self.of_version.get(digest, self.folder)
 
     async def readable(self, model: str, digest: str) -> Manifest:
-        policy = self.of_version.get(digest, self.folder) / POLICY_NAME
-        if not policy.exists():
-            return Manifest(())
-        return Manifest((ManifestFile(POLICY_NAME, policy.stat().st_size, sha256_of(policy.read_bytes())),))
+        folder = self.of_version.get(digest, self.folder)
+        files = [folder / name for name in (POLICY_NAME, PROBE) if (folder / name).exists()]
+        return Manifest(
+            tuple(ManifestFile(one.name, one.stat().st_size, sha256_of(one.read_bytes())) for one in files)
+        )
 
     def pin(self, folder: Path) -> None:
         self.pins += 1
@@ -192,8 +194,22 @@ class Fleet:
     identity: KeyDirectory
     clock: FakeClock
 
-    def ready(self, worker_id: str = "w0", *, max_model_len: int = 96, draining: bool = False) -> None:
-        version = LoadedVersion("chat-small", "tiny", DIGEST, VersionState.READY, max_model_len=max_model_len)
+    def ready(
+        self,
+        worker_id: str = "w0",
+        *,
+        max_model_len: int = 96,
+        draining: bool = False,
+        capabilities: tuple[str, ...] = (),
+    ) -> None:
+        version = LoadedVersion(
+            "chat-small",
+            "tiny",
+            DIGEST,
+            VersionState.READY,
+            max_model_len=max_model_len,
+            capabilities=capabilities,
+        )
         worker = Worker(worker_id, f"{worker_id}:1", draining=draining, versions=(version,))
         self.workers.put(WORKERS + worker_id, worker)
 

@@ -33,7 +33,6 @@ from services.gateway.faces.openai.exchange import (
     HttpLimits,
     Receive,
     expect_body,
-    read_body,
 )
 from services.gateway.faces.openai.types import Metadata, Short, Unserved, parse_body
 from services.gateway.faces.transport.queries import OrderedQuery, PageQuery, page_of, read_query
@@ -445,9 +444,7 @@ class BatchesFace:
 
     async def create(self, exchange: Exchange) -> None:
         key = exchange.headers.idempotency_key()
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            body = await self._bodies.parse(lambda data: parse_body(data, BatchBody), data)
+        body = await self._bodies.read(exchange, self._limits, lambda data: parse_body(data, BatchBody))
         batch = await self._service.create(
             exchange.caller,
             body.input_file_id,

@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._heartbeat_s = heartbeat_s
         self._write_timeout_s = write_timeout_s
         self._answers = LoopTurns(1)
-        self._moderations = Moderations(service, rows)
+        self._moderations = Moderations(service)
 
     async def Generate(  # type: ignore[override]  # the stubs support generators only
         self, request: inference_pb2.GenerateRequest, context: Context

@@ -51,7 +51,6 @@ from services.gateway.faces.openai.exchange import (
     BodyReader,
     Exchange,
     HttpLimits,
-    read_body,
     unless_disconnected,
 )
 from services.gateway.faces.openai.requests import ApiRequest, chat_of
@@ -510,10 +509,7 @@ class MessagesFace:
     async def create(self, exchange: Exchange) -> None:
         _add_request_id(exchange)
         timeout_s = exchange.headers.timeout_s()
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            request = await self._bodies.parse(messages_request, body)
-            del body
+        request = await self._bodies.read(exchange, self._limits, messages_request)
         generation = request.generations[0]
         exchange.headers.apply_to(generation)
         numbers = keyed_numbers(exchange, self._event_secret, "messages", stream=request.stream)
@@ -537,9 +533,7 @@ class MessagesFace:
 
     async def count(self, exchange: Exchange) -> None:
         _add_request_id(exchange)
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            request = await self._bodies.parse(count_request, body)
+        request = await self._bodies.read(exchange, self._limits, count_request)
         work = self._service.count_tokens(exchange.caller, request)
         _, tokens = await unless_disconnected(exchange.receive, exchange.reply, work)
         await exchange.reply.json(200, _encode(TokensCount(tokens)))

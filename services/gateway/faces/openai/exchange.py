@@ -370,6 +370,11 @@ class BodyReader:
             if held:
                 hold(0)
 
+    async def read(self, exchange: Exchange, limits: HttpLimits, parse: Callable[[bytes], T]) -> T:
+        """Return what ``parse`` makes of the body of a request. Raises as it, and as ``read_body``."""
+        with self.account(exchange.caller.tenant_id) as hold:
+            return await self.parse(parse, await read_body(exchange.headers, exchange.receive, limits, hold))
+
     async def parse(self, parse: Callable[[bytes], T], body: bytes) -> T:
         """Return the result of ``parse``, which runs in a thread unless the body is cheap.
 

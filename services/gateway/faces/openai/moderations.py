@@ -17,7 +17,6 @@ from services.gateway.faces.openai.exchange import (
     BodyReader,
     Exchange,
     HttpLimits,
-    read_body,
     unless_disconnected,
 )
 from services.gateway.faces.openai.types import Unserved, parse_body
@@ -64,9 +63,7 @@ class ModerationsFace:
         )
 
     async def moderations(self, exchange: Exchange) -> None:
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            request = await self._bodies.parse(moderations_request, body)
+        request = await self._bodies.read(exchange, self._limits, moderations_request)
         request.session_key = exchange.headers.session_key() or ""
         call = self._moderations.moderate(
             exchange.caller, request, received=exchange.received, timeout_s=exchange.headers.timeout_s()
@@ -102,7 +99,7 @@ def moderations_answer(found: Moderated) -> bytes:
             "id": f"modr-{found.request_id}",
             "model": found.pack,
             "results": [_result(one) for one in found.results],
-            "skipped": found.skipped,  # the rules that judge generations alone
+            "skipped": found.skipped,  # what judges generations alone
         }
     )
 

@@ -62,7 +62,6 @@ from services.gateway.faces.openai.exchange import (
     mark_authenticated,
     offered_by,
     rate_headers,
-    read_body,
     unless_disconnected,
 )
 from services.gateway.faces.openai.moderations import ModerationsFace
@@ -195,7 +194,7 @@ def endpoints_of(
     endpoints = (
         *OpenAiFace(service, clock, limits, bodies, not_ready, event_secret).endpoints(),
         *TokensFace(service, limits, bodies).endpoints(),
-        *ModerationsFace(Moderations(service, rows), limits, bodies).endpoints(),
+        *ModerationsFace(Moderations(service), limits, bodies).endpoints(),
         *RowsFace(rows, clock, limits, bodies).endpoints(),
         *ResponsesFace(service, responses, clock, limits, bodies, event_secret).endpoints(),
         *MessagesFace(service, clock, limits, bodies, event_secret).endpoints(),
@@ -321,10 +320,7 @@ class OpenAiFace:
     async def _generate(self, exchange: Exchange, parse: Callable[[bytes], ApiRequest]) -> None:
         timeout_s, key = exchange.headers.timeout_s(), exchange.headers.idempotency_key()
         stage_clock = exchange.headers.wants_stage_clock()
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            request = replace(await self._bodies.parse(parse, body), stage_clock=stage_clock)
-            del body
+        request = replace(await self._bodies.read(exchange, self._limits, parse), stage_clock=stage_clock)
         for generation in request.generations:
             exchange.headers.apply_to(generation)
         event_id = event_id_of(exchange, key, stream=request.stream)

@@ -24,7 +24,6 @@ from services.gateway.faces.openai.exchange import (
     Handler,
     HttpLimits,
     rate_headers,
-    read_body,
     unless_disconnected,
 )
 from services.gateway.faces.openai.requests import PRIORITIES
@@ -358,29 +357,24 @@ class RowsFace:
         )
 
     async def embeddings(self, exchange: Exchange) -> None:
-        request: EmbeddingsCall = await self._read(exchange, embeddings_request)
+        request: EmbeddingsCall = await self._bodies.read(exchange, self._limits, embeddings_request)
         found = await self._called(exchange, self._service.embed, request.message)
         await self._reply(exchange, found, embeddings_answer(request, found))
 
     async def rerank(self, exchange: Exchange) -> None:
-        request: RerankCall = await self._read(exchange, rerank_request)
+        request: RerankCall = await self._bodies.read(exchange, self._limits, rerank_request)
         found = await self._called(exchange, self._service.rerank, request.message)
         await self._reply(exchange, found, rerank_answer(request, found))
 
     async def score(self, exchange: Exchange) -> None:
-        request = await self._read(exchange, score_request)
+        request = await self._bodies.read(exchange, self._limits, score_request)
         found = await self._called(exchange, self._service.score, request)
         await self._reply(exchange, found, score_answer(found, int(self._clock.unix_s())))
 
     async def classify(self, exchange: Exchange) -> None:
-        request = await self._read(exchange, classify_request)
+        request = await self._bodies.read(exchange, self._limits, classify_request)
         found = await self._called(exchange, self._service.infer, request)
         await self._reply(exchange, found, classify_answer(found, int(self._clock.unix_s())))
-
-    async def _read(self, exchange: Exchange, parse: Callable[[bytes], T]) -> T:
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            return await self._bodies.parse(parse, body)
 
     async def _called(
         self, exchange: Exchange, method: Callable[..., Coroutine[Any, Any, T]], message: RowsMessage

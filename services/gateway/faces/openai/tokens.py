@@ -19,7 +19,6 @@ from services.gateway.faces.openai.exchange import (
     BodyReader,
     Exchange,
     HttpLimits,
-    read_body,
     unless_disconnected,
 )
 from services.gateway.faces.openai.requests import offer, set_chat
@@ -107,18 +106,14 @@ class TokensFace:
         )
 
     async def tokenize(self, exchange: Exchange) -> None:
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            body = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            request = await self._bodies.parse(tokenize_request, body)
+        request = await self._bodies.read(exchange, self._limits, tokenize_request)
         work = self._service.token_ids(exchange.caller, request)
         route, ids = await unless_disconnected(exchange.receive, exchange.reply, work)
         most = self._service.max_context_tokens(route)
         await exchange.reply.json(200, _encode(TokenizeAnswer(len(ids), most, ids)))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        with self._bodies.account(exchange.caller.tenant_id) as hold:
-            data = await read_body(exchange.headers, exchange.receive, self._limits, hold)
-            body = await self._bodies.parse(lambda data: parse_body(data, DetokenizeBody), data)
+        body = await self._bodies.read(exchange, self._limits, lambda data: parse_body(data, DetokenizeBody))
         work = self._service.text_of(exchange.caller, body.model, body.tokens)
         text = await unless_disconnected(exchange.receive, exchange.reply, work)
         await exchange.reply.json(200, _encode(DetokenizeAnswer(text)))

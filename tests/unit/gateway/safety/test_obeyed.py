@@ -10,13 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE
 from fairway.v1 import inference_pb2
-from services.core.errors import Unavailable
+from services.core.errors import FailedPrecondition, Unavailable
 from services.core.manifest import sha256_of
 from services.core.records import (
     DEPLOYMENTS,
     GATEWAY_EXECUTOR,
     TENANTS,
+    WORKERS,
     Degrade,
     Deployment,
     LoadedVersion,
@@ -25,13 +28,14 @@ from services.core.records import (
     VersionState,
     Worker,
 )
-from services.core.safety import SafetyPins
+from services.core.safety import UNAVAILABLE, SafetyPins
 from services.gateway.catalog import PinnedVersion
 from services.gateway.faces.grpc.messages import accepted_message
 from services.gateway.idempotency.record_codec import AcceptedTerms, decode, encode
 from services.gateway.requests.terms import Resume
 from services.gateway.safety.packs import SafetyPacks
-from tests.support.safety import desk_of
+from services.runtime.telemetry.metrics import Metrics
+from tests.support.safety import counted, desk_of
 from tests.unit.gateway.conftest import DIGEST
 from tests.unit.gateway.policy.test_degrade import SMALL, Gateway, admitted, gateway
 
@@ -170,6 +174,64 @@ async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any)
     assert await gateway.service._ports.limiter.concurrency("acme") == 0  # type: ignore[union-attr]
     packs.fetch = fetch
     assert (await gateway.ask()).accepted.safety == pins(OWN)
+
+
+def probing(fleet: Any, packs: Any, fail: str) -> None:
+    """Let the tenant's pack judge by a probe. The version's own pack fails alike: the stricter counts."""
+    rule = {"category": "bad", "threshold": 0.5}
+    own = {"categories": {"bad": {"action": "block"}}, "fail": fail}
+    (packs.of_version[DIGEST] / POLICY_NAME).write_text(json.dumps(own))
+    (packs.of_version[NEXT] / POLICY_NAME).write_text(json.dumps(own | {"probe": rule}))
+    deploy(fleet, NEXT)
+
+
+@pytest.mark.parametrize("fail", ["closed", "hold"])
+async def test_a_pack_with_a_probe_refuses_a_version_without(
+    gateway: Gateway, packs: Any, fleet: Any, fail: str
+) -> None:
+    probing(fleet, packs, fail)
+    fleet.ready("w1", capabilities=("probe",))
+    message = "the safety pack strict judges by a probe, and a replica of tiny has none: publish tiny with"
+    with pytest.raises(FailedPrecondition, match=message) as refused:  # the replica on w0 has none
+        await gateway.ask()
+    assert (refused.value.metadata["model"], refused.value.metadata["pack"]) == ("tiny", "strict")
+    assert not gateway.placement.asked
+    fleet.ready("w0", capabilities=("probe",))
+    await gateway.ask()
+    assert gateway.workers.started[0].probe
+
+
+async def test_a_pack_with_a_probe_that_fails_open_passes_with_a_flag(
+    gateway: Gateway, packs: Any, fleet: Any
+) -> None:
+    probing(fleet, packs, "open")
+    metrics = Metrics()
+    ports = replace(gateway.service._ports, safety=desk_of(metrics=metrics))
+    gateway.service._admission._ports = gateway.service._ports = ports
+    answer = await gateway.ask()
+    assert len(answer.ids[0]) == 2
+    assert not gateway.workers.started[0].probe, "an engine without a probe refuses who asks for scores"
+    name = "fairway_gateway_safety_interventions_total"
+    assert counted(metrics, name, category=UNAVAILABLE, action="flag", scope="output") == 1
+
+
+async def test_without_a_replica_the_files_of_a_version_tell_whether_it_has_a_probe(
+    gateway: Gateway, packs: Any, fleet: Any
+) -> None:
+    probing(fleet, packs, "closed")
+    fleet.workers.put(WORKERS + "w0", Worker("w0", "w0:1"))
+    with pytest.raises(FailedPrecondition, match="a replica of tiny has none"):
+        await admitted(gateway)
+    tenant = fleet.tenants.view[TENANTS + "acme"].record
+
+    async def probed() -> bool:
+        found = await gateway.service._ports.packs.terms("tiny", SMALL, tenant, "s")  # type: ignore[union-attr]
+        return found is not None and found.probed
+
+    (packs.of_version[SMALL] / PROBE).write_bytes(b"of the small one")
+    assert not await probed(), "its ready replica has none"
+    fleet.workers.put(WORKERS + "w9", Worker("w9", "w9:1"))
+    assert await probed()
 
 
 async def test_without_packs_a_request_obeys_none(gateway: Gateway, fleet: Any) -> None:

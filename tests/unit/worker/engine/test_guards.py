@@ -34,8 +34,8 @@ def answers(
     engine: Any, tokenizer: Tokenizer, prompt: GuardPrompt
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Return answers of as many seeds: text, why it ended, and the alternatives of the first token."""
-    text = prompt.text or "\n".join(f"{turn.role}: {turn.text}" for turn in prompt.turns)
-    ids = tokenizer.encode(text).ids
+    text = "\n".join(f"{turn.role}: {turn.text}" for turn in prompt.turns)
+    ids = tokenizer.encode(f"{prompt.guideline}\n{text}").ids
     constraint = Constraint(ConstraintKind.REGEX, prompt.pattern)
     for seed in range(SEEDS):
         command = make_submit(seed, ids, 1 << 20, max_tokens=prompt.max_tokens, seed=seed, temperature=1.0)
@@ -72,7 +72,7 @@ def test_a_random_guard_answers_in_its_form(
 ) -> None:
     guard = GUARDS[template]
     engine = load_engine(folder_of(save_model, *FAMILIES[template]), kv_blocks=2048, max_sequences=SEEDS)
-    (prompt,) = guard.prompts(TURNS, guard.labels)
+    (prompt,) = guard.prompts(TURNS, {})
     verdicts: list[dict[str, float]] = []
     for text, end, first in answers(engine, tokenizer, prompt):
         if end == "length":  # cut short: it must not pass for a verdict
@@ -90,7 +90,7 @@ def test_yes_and_no_are_weighed_by_their_probabilities(
     """The family of ShieldGemma is vLLM's; its prompt and reading are the same on a Llama."""
     guard = GUARDS["shieldgemma"]
     engine = load_engine(folder_of(save_model, "Llama", {}), kv_blocks=2048, max_sequences=SEEDS)
-    (prompt,) = guard.prompts(TURNS, ["harassment"])
+    (prompt,) = guard.prompts(TURNS, {"harassment": "No insults."})
     found = answers(engine, tokenizer, prompt)
     scores = [guard.read(prompt, text, first)["harassment"] for text, _, first in found]
     assert len({round(score, 6) for score in scores}) == 1, "it does not depend on what was drawn"
