@@ -210,7 +210,7 @@ class SafetyDrill:
                 print(f"  rolled back after {time.monotonic() - began_s:.0f} s: {why}", flush=True)
                 return why
             await asyncio.sleep(0.5)
-        print(f"  not rolled back: {found}", flush=True)
+        print("  not rolled back", flush=True)
         return ""
 
     # --- what is recorded --------------------------------------------------------------------------

@@ -296,7 +296,7 @@ class Tally:
         name, reached, passed, started = stream.request_id, 0, 0, False
         for one in lines:
             if "tokens" in one.fields:
-                (position,) = one.fields["tokens"]
+                position = sum(one.fields["tokens"])
                 if position > passed:
                     self.skipped.append(f"{name}: {position} tokens recorded, {passed} judged")
                 reached = position
@@ -321,7 +321,7 @@ class Tally:
             expected = [("harm" if found.case.kind == "judged" else "banned", -1)]
         for one in lines:
             if "tokens" in one.fields:
-                (had,), in_run = one.fields["chars"], set()
+                had, in_run = sum(one.fields["chars"]), set()
                 continue
             place = (one.fields["category"], -1 if found.filtered else one.fields["position"])
             if place not in expected:

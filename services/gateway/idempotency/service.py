@@ -145,12 +145,9 @@ class IdempotentService(GatewayService):
                 generation.default_output_tokens = accepted.max_output_tokens
             generation.parts = accepted.form is not None
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
-            log.info(
-                "idempotency.continued",
-                request_id=accepted.request_id,
-                tokens=[len(one.ids) for one in earlier.produced],
-                chars=[one.chars for one in earlier.produced],
-            )
+            had = {"tokens": [len(one.ids) for one in earlier.produced]}
+            had["chars"] = [one.chars for one in earlier.produced]
+            log.info("idempotency.continued", request_id=accepted.request_id, **had)
             form = accepted.form or accepted.constrained_form
             degraded = degraded_out(accepted.degraded)
             resume = Resume(

@@ -370,15 +370,9 @@ class ChoiceScreen:
             log.exception("safety.verdict_crashed", model=layer.rule.model)
             found = (UNAVAILABLE,)
         layer.task = None
+        place = {"request_id": self._safety.request_id, "choice": self._choice, "model": layer.rule.model}
         span = {"from_token": layer.judged.tokens, "to_token": upto.tokens}
-        log.debug(
-            "safety.judged",
-            request_id=self._safety.request_id,
-            choice=self._choice,
-            model=layer.rule.model,
-            found=found,
-            **span,
-        )
+        log.debug("safety.judged", found=found, **place, **span)
         ending = [category for category in found if self._ends(category)]
         for category in found:
             if category not in ending:
