@@ -11,9 +11,9 @@ roll it back by the intervention rate. Clients whose stream breaks send it again
 terminal event, or with another text than undisturbed. ``verdicts_repeated``: verdicts of text that a client
 had before, and finds that are recorded again; ``verdicts_skipped``: tokens without a verdict, and finds
 without a record, by the gateways' logs and the audit log. A killed gateway takes the entries of its last
-second along, of the audit log alone; they are printed. The last line is ``RESULT {json}``; all four must be 0,
-the rollout rolled back, and ``broken_streams``, calls that broke after their first text, above 0: with fewer
-than 100 streams a kill may find none.
+second along, of the audit log alone; they are printed. The last line is ``RESULT {json}``. All four must be
+0, the rollout rolled back, and ``broken_streams``, calls that broke after their first text, above 0: with
+fewer than 100 streams a kill may find none.
 """
 
 from __future__ import annotations
