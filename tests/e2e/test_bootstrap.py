@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fairway.cli.fleet.options import BUNDLED_CLASSIFIER
 from tests.support.stack import ROOT, Stack, fairway
 from tests.support.updating import publish_twin
 
@@ -36,6 +37,7 @@ def test_bootstrap_may_be_repeated_and_keeps_the_key(stack: Stack, tmp_path: Pat
         assert (tmp_path / "endpoints.json").stat().st_mode & 0o077 == 0
     models = fairway("models", "list", "--state-dir", str(tmp_path)).stdout
     assert stack.model in models
+    assert BUNDLED_CLASSIFIER in models
 
 
 def test_bootstrap_without_an_admin_key_says_where_it_belongs(stack: Stack, tmp_path: Path) -> None:
@@ -76,4 +78,4 @@ def test_a_restart_keeps_what_operators_changed_or_deleted(tmp_path: Path, insta
             )
         )
         assert "stays undeployed" in done.stderr
-        assert deployed() == {}
+        assert deployed().keys() == {BUNDLED_CLASSIFIER}

@@ -401,7 +401,7 @@ def _reasons(cli: CommandLine, expected: list[str]) -> None:
 
 
 def test_an_input_in_quarantine_is_listed_and_lifted(cli: CommandLine, stack: Stack) -> None:
-    (served,) = cli("deployments", "list", "-o", "json").json["deployments"]
+    served = cli("deployments", "show", stack.model, "-o", "json").json
     digest, fingerprint = served["version_digest"], "0f" * 16
 
     async def put() -> None:

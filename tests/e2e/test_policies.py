@@ -15,9 +15,11 @@ import grpc
 import pytest
 
 from fairway.cli.errors import ExitCode
+from fairway.cli.fleet.options import BUNDLED_CLASSIFIER
 from fairway.v1 import inference_pb2
+from services.rpc.status import from_rpc_error
 from tests.support.command_line import CommandLine
-from tests.support.stack import Stack, metadata
+from tests.support.stack import Stack, at_rest, metadata
 
 HANG_S = 60.0
 PACK = {
@@ -50,6 +52,23 @@ def strict(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     cli("keys", "revoke", "guarded-key", "--yes")
     cli("deployments", "delete", "strict", "--yes")
     cli("tenants", "delete", "guarded", "--yes")
+
+
+def refusal(stack: Stack, secret: str, prompt: str) -> str:
+    """Return why the safety pack refuses a prompt; empty where it passes, or the pack is on its way."""
+
+    async def asked() -> str:
+        generation = inference_pb2.Generation(model=stack.model, prompt=prompt, max_output_tokens=2)
+        request = inference_pb2.CompleteRequest(generation=generation)
+        async with stack.inference() as stub:
+            try:
+                await stub.Complete(request, metadata=metadata(secret), timeout=30)
+            except grpc.aio.AioRpcError as error:
+                found = from_rpc_error(error)
+                return found.message if found.reason == "CONTENT_FILTERED" else ""
+        return ""
+
+    return asyncio.run(asked())
 
 
 async def accepted(stack: Stack, secret: str) -> inference_pb2.Accepted | None:
@@ -129,3 +148,52 @@ def test_texts_are_judged_by_it(stack: Stack, strict: tuple[CommandLine, str, st
     history = cli("policies", "history", "strict", "-o", "json").json
     assert history["tenants"] == ["guarded"]
     assert {"create", "SAFETY_PACK_ASSIGNED"} <= {one["what"] for one in history["changes"]}
+
+
+def test_lines_of_a_batch_obey_it(stack: Stack, strict: tuple[CommandLine, str, str], tmp_path: Path) -> None:
+    cli, _, secret = strict
+    until(lambda: refusal(stack, secret, "kaboom"))
+    forced = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"const": "kaboom"}}}
+    bodies: list[dict[str, Any]] = [{"prompt": "fine"}, {"prompt": "kaboom"}, {"response_format": forced}]
+    file = tmp_path / "lines.jsonl"
+    with file.open("w") as lines:
+        for number, body in enumerate(bodies):
+            messages = [{"role": "user", "content": body.pop("prompt", "say it")}]
+            asked = {"model": stack.model, "messages": messages, "max_tokens": 12} | body
+            line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+            lines.write(json.dumps(line) + "\n")
+    batch = cli("batches", "create", str(file), "--wait", "-o", "json", "--api-key", secret).json
+    answers = {
+        one["custom_id"]: one["response"]
+        for option in ((), ("--errors",))
+        for one in map(
+            json.loads, cli("batches", "results", batch["id"], *option, "--api-key", secret).out.splitlines()
+        )
+    }
+    assert answers["0"]["status_code"] == 200
+    assert (answers["1"]["status_code"], answers["1"]["body"]["error"]["code"]) == (400, "content_filter")
+    (choice,) = answers["2"]["body"]["choices"]
+    assert choice["finish_reason"] == "content_filter"
+    assert "kaboom" not in choice["message"]["content"]
+
+
+def test_the_bundled_classifier_judges_once_it_has_a_replica(
+    stack: Stack, strict: tuple[CommandLine, str, str], tmp_path: Path
+) -> None:
+    cli, _, secret = strict
+    file = tmp_path / "taught.json"
+    rule = {"model": BUNDLED_CLASSIFIER, "labels": {"insult": "bad"}, "threshold": 0.9}
+    file.write_text(json.dumps({"categories": {"bad": {"action": "block"}}, "classifiers": [rule]}))
+    assert cli("deployments", "show", BUNDLED_CLASSIFIER, "-o", "json").json["replicas"] == 0
+    cli("deployments", "scale", BUNDLED_CLASSIFIER, "1", "--wait")
+    cli("policies", "create", str(file), "--name", "taught")
+    cli("policies", "assign", "--tenant", "guarded", "--pack", "taught")
+    try:
+        refused = until(lambda: refusal(stack, secret, "you are such a pathetic loser"))
+        assert refused == "prompt has what the safety pack blocks: bad"
+        assert not refusal(stack, secret, "the list is sorted by name")
+    finally:
+        cli("policies", "assign", "--tenant", "guarded", "--pack", "strict")
+        cli("deployments", "delete", "taught", "--yes")
+        cli("deployments", "scale", BUNDLED_CLASSIFIER, "0")
+        asyncio.run(stack.wait_workers(at_rest, HANG_S))

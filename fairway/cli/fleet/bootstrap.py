@@ -23,7 +23,7 @@ from fairway.cli.calls import (
     publish_folder,
 )
 from fairway.cli.errors import CliError
-from fairway.cli.fleet.options import UpOptions
+from fairway.cli.fleet.options import BUNDLED_CLASSIFIER, UpOptions, bundled_classifier
 from fairway.cli.fleet.progress import StartProgress
 from fairway.cli.state import StateDir, read_json, read_secret, write_json, write_private
 from fairway.cli.watch import until_deployed
@@ -123,19 +123,11 @@ class Bootstrap:
             detail = f"{PHASE_VERBS[progress.phase]} {folder}: {100 * progress.done_ratio:.0f} %"
             self.progress.event("model", "starting", detail)
 
-        tag = "" if await self._is_published(admin, TAG) else TAG  # an existing tag is not moved
+        tag = "" if await _is_published(admin, name, TAG) else TAG  # an existing tag is not moved
         published = await publish_folder(admin, folder, name, tag, report=report)
         digest = published.digest
         self.progress.event("model", "ready", f"{name} is {digest[:19]}…")
         return digest
-
-    async def _is_published(self, admin: AdminClient, version: str = "") -> bool:
-        """Whether the model has the version, or any version if it is empty."""
-        name = self.options.model_name
-        what = f"the model {name}"
-        if not version:
-            return bool(await _found(admin.models.versions(name, limit=1), what))
-        return await _found(admin.models.get(name, version), what) is not None
 
     async def _ensure_tenant(self, admin: AdminClient) -> None:
         tenant = cp.Tenant(
@@ -169,7 +161,7 @@ class Bootstrap:
         """Return whether the deployment should serve: it exists or was created, and has replicas."""
         name = self.options.model_name
         found = await _found(admin.deployments.get(name), f"the deployment {name}")
-        if found is None and name in self._created() and await self._is_published(admin):
+        if found is None and name in self._created() and await _is_published(admin, name):
             self.progress.event(
                 "model",
                 "ready",
@@ -184,11 +176,23 @@ class Bootstrap:
             )
             await _ensure(admin.deployments.create(wanted), f"the deployment {name}")
         self._record_created(name)
+        await self._ensure_classifier(admin)
         if found is None:
             await self._until_deployed(admin)
             return True
         self._report_unchanged(found, digest)
         return bool(wanted_replicas(found)) and await self._until_any_ready(admin)
+
+    async def _ensure_classifier(self, admin: AdminClient) -> None:
+        """Publish the bundled classifier, and deploy it without replicas; the model loads meanwhile."""
+        name = BUNDLED_CLASSIFIER
+        if name in self._created() or not bundled_classifier().is_dir():  # a wheel has no models
+            return
+        tag = "" if await _is_published(admin, name, TAG) else TAG
+        found = await publish_folder(admin, bundled_classifier(), name, tag, report=lambda _: None)
+        wanted = cp.Deployment(metadata=cp.Metadata(name=name), model=name, version=found.digest)
+        await _ensure(admin.deployments.create(wanted), f"the deployment {name}")
+        self._record_created(name)
 
     def _created(self) -> list[str]:
         """Return the deployments that a bootstrap from this state folder created."""
@@ -329,6 +333,14 @@ class Bootstrap:
             self._report_access(began, f"waiting until a gateway serves {wanted or 'the key'}")
             await asyncio.sleep(_POLL_S)
         return last
+
+
+async def _is_published(admin: AdminClient, name: str, version: str = "") -> bool:
+    """Whether the model has the version, or any version if it is empty. Raises CliError."""
+    what = f"the model {name}"
+    if not version:
+        return bool(await _found(admin.models.versions(name, limit=1), what))
+    return await _found(admin.models.get(name, version), what) is not None
 
 
 async def _found(call: Awaitable[T], what: str) -> T | None:

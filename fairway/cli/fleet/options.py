@@ -14,6 +14,7 @@ import fairway
 from fairway.importing.sources import Changes
 
 BUNDLED_MODEL: Final = "fairway-tiny"
+BUNDLED_CLASSIFIER: Final = "safety-demo"
 LOOPBACK: Final = "127.0.0.1"
 EVERY_ADDRESS: Final = "0.0.0.0"
 SMOLLM2: Final = "smollm2"
@@ -120,3 +121,7 @@ def smollm2_changes() -> Changes:
 
 def bundled_checkpoint() -> Path:
     return source_root() / "models" / "tiny" / "checkpoint"
+
+
+def bundled_classifier() -> Path:
+    return source_root() / "models" / "safety" / "classifier"

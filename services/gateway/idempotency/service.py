@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
 from fairway.v1 import inference_pb2
@@ -28,6 +29,8 @@ from services.gateway.service_types import AnyRequest, GatewayLimits, Ports
 from services.ports.idempotency import RecordKey
 from services.rpc import bounds
 from services.runtime.identity import KeyDirectory
+
+log = structlog.get_logger()
 
 _DIGEST_CHARS: Final = 32
 
@@ -142,6 +145,9 @@ class IdempotentService(GatewayService):
                 generation.default_output_tokens = accepted.max_output_tokens
             generation.parts = accepted.form is not None
             version = PinnedVersion(accepted.version_digest, accepted.route_revision)
+            had = {"tokens": [len(one.ids) for one in earlier.produced]}
+            had["chars"] = [one.chars for one in earlier.produced]
+            log.info("idempotency.continued", request_id=accepted.request_id, **had)
             form = accepted.form or accepted.constrained_form
             degraded = degraded_out(accepted.degraded)
             resume = Resume(

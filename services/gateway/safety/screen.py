@@ -196,6 +196,7 @@ class ChoiceScreen:
         self._lag = max(map(len, spec.limits.stop), default=1) - 1
         self._start = Place(len(earlier.ids), earlier.chars)
         self._suppressed = 0  # tokens that the sink had
+        self._had_chars = 0  # the end of the text that is made again
         # Redacted output is made again from its beginning: what its tokens were is not recorded.
         again = earlier.redacted
         begun = Place() if again else self._start
@@ -313,8 +314,9 @@ class ChoiceScreen:
         self._text += held.text
         for scan in self._scans:
             scan.feed(held.text)
-        for layer in self._layers:
-            if held.end <= self._start.tokens:  # an earlier run had its verdict
+        if held.end <= self._start.tokens:  # an earlier run had its verdicts, and recorded its finds
+            self._had_chars = held.end_chars
+            for layer in self._layers:
                 layer.judged = Place(layer.judged.tokens, held.whole_chars)
         least = [max(one.rule.context_tokens, held.end - one.judged.tokens) for one in self._layers]
         if least:
@@ -368,6 +370,9 @@ class ChoiceScreen:
             log.exception("safety.verdict_crashed", model=layer.rule.model)
             found = (UNAVAILABLE,)
         layer.task = None
+        place = {"request_id": self._safety.request_id, "choice": self._choice, "model": layer.rule.model}
+        span = {"from_token": layer.judged.tokens, "to_token": upto.tokens}
+        log.debug("safety.judged", found=found, **place, **span)
         ending = [category for category in found if self._ends(category)]
         for category in found:
             if category not in ending:
@@ -505,7 +510,7 @@ class ChoiceScreen:
             for match in scan.matches:
                 if match.end > self._passed:
                     needed = min(needed, match.start)
-                elif (match.rule, match.start) not in seen:
+                elif match.end > self._had_chars and (match.rule, match.start) not in seen:
                     seen.add((match.rule, match.start))
                     self._note(match.category, match.start, self._matched(match))
             scan.forget(self._passed)

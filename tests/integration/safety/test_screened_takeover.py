@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.core.safety import REDACTED_ID
 from tests.integration.test_idempotency_takeover import stop_flushing
@@ -69,8 +70,10 @@ async def test_redacted_output_is_the_same_after_a_takeover(redis_url: str, judg
     pack["categories"]["found"] = {"action": "redact"}
     pack["lists"] = [{"category": "found", "phrases": ["secret"]}]
     fleet = fleet_of(words, pack)
-    left, right, judged = await moved(redis_url, fleet)
+    with capture_logs() as logs:
+        left, right, judged = await moved(redis_url, fleet)
     assert right.finished is not None, right.error
+    assert [one["position"] for one in logs if one["event"] == "safety.intervened"] == [9], "it is found once"
     expected = "".join([*WORDS[:3], "[redacted] ", *WORDS[5:TOKENS]])
     assert right.text[0] == left.text[0] == expected
     assert right.ids == left.ids

@@ -71,6 +71,17 @@ class _Ratio:
     hit: int  # clusters whose numerator is above 0
 
 
+def of_changed_shares(
+    arms: Arms, parts: Callable[[SliSums], Pair], margin: float, limit: float
+) -> Comparison:
+    """Compare as ``of_shares``, where a fall is a regression as a rise is."""
+    rise, fall = of_shares(arms, parts, margin, limit), of_shares(arms[::-1], parts, margin, limit)
+    worst = max(rise, fall, key=lambda one: one.regression_z)
+    ruled_out_z, information = min(rise.ruled_out_z, fall.ruled_out_z), worst.information
+    found = replace(rise, regression_z=worst.regression_z, ruled_out_z=ruled_out_z)
+    return replace(found, information=information, sides=2)
+
+
 def of_shares(arms: Arms, parts: Callable[[SliSums], Pair], margin: float, limit: float) -> Comparison:
     """Compare shares of requests. ``margin`` and ``limit`` are differences of shares."""
     base, other = (_ratio([parts(sums) for sums in arm.clusters.values()]) for arm in arms)

@@ -37,7 +37,7 @@ class GateMetric(StrEnum):
     ITL_P95 = "itl_p95"
     OUTPUT_LENGTH = "output_length"  # mean; longer and shorter are regressions
     COST = "cost"  # device seconds per 1,000 tokens, as shares of engine steps or of whole ones
-    # Share of the requests that a safety pack blocks, stops or redacts.
+    # Share of the requests that a safety pack blocks, stops or redacts; more and fewer are regressions.
     INTERVENTION_RATE = "intervention_rate"
 
 
@@ -191,7 +191,8 @@ def _compared(plan: GatePlan, metric: GateMetric, baseline: ArmWindow, candidate
         case GateMetric.ERROR_RATIO:
             return comparisons.of_shares(arms, lambda one: (one.errors, one.requests), margin, limit)
         case GateMetric.INTERVENTION_RATE:
-            return comparisons.of_shares(arms, lambda one: (one.interventions, one.requests), margin, limit)
+            shares = comparisons.of_changed_shares
+            return shares(arms, lambda one: (one.interventions, one.requests), margin, limit)
         case GateMetric.BROKEN_RATIO:
             return comparisons.of_shares(arms, lambda one: (one.broken, one.started), margin, limit)
         case GateMetric.TTFT_P95:

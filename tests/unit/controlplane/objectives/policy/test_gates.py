@@ -10,6 +10,7 @@ import pytest
 from bench.gates import STRICT
 from bench.gating.noise import NONE, Regression, draw, independent, looks
 from services.controlplane.objectives.policy.gates import (
+    PACK_BOUNDS,
     GateMetric,
     GatePlan,
     GateReport,
@@ -80,6 +81,16 @@ def test_a_regression_fails_by_its_metric(regression: Regression, metric: GateMe
     report = report_of(regression, 3000)
     assert report.verdict is Verdict.FAIL
     assert metric in report.failed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [(30, 80, Verdict.FAIL), (30, 0, Verdict.FAIL), (30, 30, Verdict.PASS), (0, 0, Verdict.PASS)],
+)
+def test_a_pack_that_finds_much_more_or_much_less_fails(before: int, after: int, verdict: Verdict) -> None:
+    plan = GatePlan({GateMetric.INTERVENTION_RATE: PACK_BOUNDS[GateMetric.INTERVENTION_RATE]})
+    arms = [window(requests=250, interventions=count) for count in (before, after)]
+    assert judge(plan, *arms).verdict is verdict
 
 
 def test_equal_arms_pass() -> None:
