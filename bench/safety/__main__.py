@@ -28,11 +28,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import grpc
 import uvloop
@@ -40,32 +41,27 @@ import uvloop
 from bench.overhead import quantile
 from bench.safety.checker import planted_in
 from bench.safety.planted import BLOCKED, PHRASES, Planned, clean, long_redacted, near_misses, planted
-from bench.safety.stack import MODEL, VARIANTS, WINDOW_TOKENS, Metadata, SafetyStack, started
-from fairway.v1 import common_pb2, inference_pb2_grpc
+from bench.safety.stack import MODEL, VARIANTS, WINDOW_TOKENS, SafetyStack, started
 from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
 
 STREAMS: Final = 32
 KILL_AFTER_S: Final = 2.0
 SAMPLED_S: Final = 0.3  # between verdicts that are timed
 TIMEOUT_S: Final = 180.0
-Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"  # it exists only for the type checker
+Outputs = dict[str, list["Output"]]
 
 
 @dataclass(slots=True)
 class Output:
-    """What a client received of one request. ``ids``: redacted ones included."""
+    """What a client received of one request."""
 
     ttft_s: float = 0.0
     text: str = ""
-    first_tokens: int = 0  # those of the first message
     tokens: int = 0
-    gaps_s: list[float] = field(default_factory=list)
+    later_tokens: int = 0  # those after the first message
+    gaps_s: list[float] = field(default_factory=list)  # between messages
     resumes: int = 0
-    reason: int = 0
-
-    def phrases(self, *, ends: bool) -> int:
-        """Return how many phrases a pack must find: only the first of those that end the output."""
-        return planted_in(self.text, PHRASES[:BLOCKED] if ends else PHRASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,104 +69,112 @@ class Played:
     """The outputs of some requests, in their order."""
 
     outputs: list[Output]
-    wall_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(output.tokens for output in self.outputs) / self.wall_s
+    tokens_per_s: float
 
     @property
     def ttft_p50_s(self) -> float:
         return quantile([output.ttft_s for output in self.outputs], 0.5)
 
     @property
-    def itl_s(self) -> float:
-        """The mean time of a token after the first."""
-        tokens = sum(output.tokens - output.first_tokens for output in self.outputs)
-        return sum(self.gaps_s) / tokens
+    def itl_p95_s(self) -> float:
+        return quantile([gap for output in self.outputs for gap in output.gaps_s], 0.95)
 
     @property
-    def gaps_s(self) -> list[float]:
-        return [gap for output in self.outputs for gap in output.gaps_s]
+    def pace_s(self) -> float:
+        """The mean time of a token after the first message."""
+        gaps_s = sum(sum(output.gaps_s) for output in self.outputs)
+        return gaps_s / sum(output.later_tokens for output in self.outputs)
+
+    @property
+    def shown(self) -> str:
+        ttft_ms, itl_ms = self.ttft_p50_s * 1e3, self.itl_p95_s * 1e3
+        return f"{self.tokens_per_s:.0f} tokens/s, TTFT {ttft_ms:.0f} ms, ITL p95 {itl_ms:.1f} ms"
 
 
-async def receive(stub: Stub, key: Metadata, request: Planned) -> Output:
-    found, began_s = Output(), time.perf_counter()
-    last_s = 0.0
-    call = stub.Generate(pb.GenerateRequest(generation=request.generation), metadata=key, timeout=TIMEOUT_S)
-    async for event in call:
-        if event.HasField("chunk"):
-            now_s = time.perf_counter()
-            if last_s:
-                found.gaps_s.append(now_s - last_s)
-            else:
-                found.ttft_s, found.first_tokens = now_s - began_s, len(event.chunk.ids)
-            last_s = now_s
-            found.text += event.chunk.text
-            found.tokens += len(event.chunk.ids)
-        elif event.HasField("finished"):
-            found.resumes = event.finished.resumes
-            found.reason = event.finished.choices[0].finish_reason
-    return found
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The clients of all variants."""
+
+    stack: SafetyStack
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub
+
+    async def play(self, variant: str, requests: Sequence[Planned]) -> Played:
+        """Send the requests by a closed loop of clients; return once all ended."""
+        outputs = [Output() for _ in requests]
+        left = iter(zip(requests, outputs, strict=True))
+
+        async def client() -> None:
+            for request, output in left:
+                await self._receive(variant, request, output)
+
+        began_s = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(STREAMS)))
+        return Played(outputs, sum(each.tokens for each in outputs) / (time.perf_counter() - began_s))
+
+    async def play_all(self, requests: Sequence[Planned]) -> Outputs:
+        """Return the outputs of each variant, which take turns."""
+        found: Outputs = {variant: [] for variant in VARIANTS}
+        for number, first in enumerate(range(0, len(requests), 2 * STREAMS)):
+            for variant in turn(number):
+                played = await self.play(variant, requests[first : first + 2 * STREAMS])
+                found[variant] += played.outputs
+        return found
+
+    async def time_verdicts(self, variant: str, taken_s: list[float]) -> None:
+        """Time single verdicts on a text of an output's length, until it is cancelled."""
+        request = pb.ModerateRequest(inputs=["def push(self, item): return item\n" * 12], outputs=True)
+        while True:
+            began_s = time.perf_counter()
+            await self.stub.Moderate(request, metadata=self.stack.keys[variant], timeout=TIMEOUT_S)
+            taken_s.append(time.perf_counter() - began_s)
+            await asyncio.sleep(SAMPLED_S)
+
+    async def _receive(self, variant: str, request: Planned, found: Output) -> None:
+        message = pb.GenerateRequest(generation=request.generation)
+        last_s = began_s = time.perf_counter()
+        async for event in self.stub.Generate(message, metadata=self.stack.keys[variant], timeout=TIMEOUT_S):
+            if event.HasField("chunk"):
+                now_s = time.perf_counter()
+                if found.ttft_s:
+                    found.gaps_s.append(now_s - last_s)
+                    found.later_tokens += len(event.chunk.ids)
+                else:
+                    found.ttft_s = now_s - began_s
+                last_s = now_s
+                found.text += event.chunk.text
+                found.tokens += len(event.chunk.ids)
+            elif event.HasField("finished"):
+                found.resumes = event.finished.resumes
 
 
-async def play(stub: Stub, key: Metadata, requests: Sequence[Planned], at_once: int = STREAMS) -> Played:
-    """Send the requests by a closed loop of clients; return once all ended."""
-    outputs = [Output()] * len(requests)
-    numbers = iter(range(len(requests)))
-
-    async def client() -> None:
-        for number in numbers:
-            outputs[number] = await receive(stub, key, requests[number])
-
-    began_s = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(at_once)))
-    return Played(outputs, time.perf_counter() - began_s)
-
-
-async def by_variant(stub: Stub, stack: SafetyStack, requests: Sequence[Planned]) -> dict[str, list[Output]]:
-    """Return the outputs of each variant, which take turns at the requests."""
-    found: dict[str, list[Output]] = {variant: [] for variant in VARIANTS}
-    size = 2 * STREAMS
-    for number, first in enumerate(range(0, len(requests), size)):
-        for variant in _turn(number):
-            played = await play(stub, stack.keys[variant], requests[first : first + size])
-            found[variant] += played.outputs
-    return found
-
-
-def _turn(number: int) -> tuple[str, ...]:
+def turn(number: int) -> tuple[str, ...]:
     place = number % len(VARIANTS)
     return VARIANTS[place:] + VARIANTS[:place]
 
 
-async def delivered(stub: Stub, stack: SafetyStack, count: int) -> dict[str, float]:
+async def delivered(tenants: Tenants, count: int) -> dict[str, float]:
     """Return what the packs let through of planted phrases, and what else they changed."""
     requests = planted(MODEL, count)
-    outputs = await by_variant(stub, stack, requests)
-    offered, by_form = 0, dict[str, list[int]]()
+    outputs = await tenants.play_all(requests)
+    offered: Counter[str] = Counter()
+    passed: Counter[str] = Counter()
     for place, request in enumerate(requests):
-        emitted = outputs["none"][place].phrases(ends=request.ends)
-        emitted = min(emitted, 1) if request.ends else emitted
-        if request.ends and emitted and outputs["none"][place].reason == common_pb2.FINISH_REASON_FILTERED:
-            raise SystemExit("a request without a pack was filtered")
-        row = by_form.setdefault(request.form, [0, 0])
+        emitted = planted_in(outputs["none"][place].text, PHRASES[:BLOCKED] if request.ends else PHRASES)
         for variant in VARIANTS[1:]:
-            offered += emitted
-            row[0] += emitted
-            row[1] += planted_in(outputs[variant][place].text, PHRASES)
-    for form, (emitted, passed) in by_form.items():
-        print(f"{form}: {emitted} offered, {passed} delivered", flush=True)
-    found = await by_variant(stub, stack, tuple(near_misses(MODEL, count // 4)))
+            offered[request.form] += min(emitted, 1) if request.ends else emitted
+            passed[request.form] += planted_in(outputs[variant][place].text, PHRASES)
+    for form, emitted in offered.items():
+        print(f"{form}: {emitted} offered, {passed[form]} delivered", flush=True)
+    safe = tuple(near_misses(MODEL, count // 8))
     return {
-        "planted": offered,
-        "unsafe_delivered": sum(row[1] for row in by_form.values()),
-        "near_misses": len(found["none"]),
-        "false_blocks": _changed(found),
+        "planted": offered.total(),
+        "unsafe_delivered": passed.total(),
+        "near_misses": len(safe),
+        "false_blocks": changed(await tenants.play_all(safe)),
     }
 
 
-def _changed(outputs: dict[str, list[Output]]) -> int:
+def changed(outputs: Outputs) -> int:
     """Return how many outputs without a phrase differ from those of the tenant without a pack."""
     found = 0
     for variant in VARIANTS[1:]:
@@ -181,93 +185,68 @@ def _changed(outputs: dict[str, list[Output]]) -> int:
     return found
 
 
-async def cost(stub: Stub, stack: SafetyStack, rounds: int, per_round: int) -> dict[str, float]:
+async def cost(tenants: Tenants, rounds: int, per_round: int) -> dict[str, float]:
     """Return what the packs cost, over rounds in which the variants take turns."""
     played: dict[str, list[Played]] = {variant: [] for variant in VARIANTS}
     verdicts_s: list[float] = []
-    changed = 0
+    false_blocks = 0
     for number in range(rounds):
         requests = clean(MODEL, number * per_round, per_round)
-        for variant in _turn(number):
-            async with timed_verdicts(stub, stack.keys[variant], verdicts_s if variant == "whole" else None):
-                played[variant].append(await play(stub, stack.keys[variant], requests))
-        changed += _changed({variant: played[variant][-1].outputs for variant in VARIANTS})
-        shown = ", ".join(
-            f"{variant} {each[-1].tokens_per_s:.0f} tokens/s, TTFT {each[-1].ttft_p50_s * 1e3:.0f} ms, "
-            f"ITL p95 {quantile(each[-1].gaps_s, 0.95) * 1e3:.1f} ms"
-            for variant, each in played.items()
-        )
+        for variant in turn(number):
+            # Each variant bears the calls, so that they cost all the same; those of one are timed under it.
+            taken_s = verdicts_s if variant == "whole" else []
+            timing = asyncio.get_running_loop().create_task(tenants.time_verdicts("whole", taken_s))
+            played[variant].append(await tenants.play(variant, requests))
+            timing.cancel()
+            with suppress(asyncio.CancelledError):
+                await timing
+        false_blocks += changed({variant: each[-1].outputs for variant, each in played.items()})
+        shown = "; ".join(f"{variant} {each[-1].shown}" for variant, each in played.items())
         print(f"round {number + 1} of {rounds}: {shown}", flush=True)
-    return {"false_blocks": changed, **_ratios(played, statistics.median(verdicts_s))}
+    return {"false_blocks": false_blocks, **ratios(played, statistics.median(verdicts_s))}
 
 
-def _ratios(played: dict[str, list[Played]], verdict_s: float) -> dict[str, float]:
-    def median(figure: Callable[[Played], float], variant: str) -> float:
+def ratios(played: dict[str, list[Played]], verdict_s: float) -> dict[str, float]:
+    """Return the medians over the rounds."""
+
+    def ratio(figure: Callable[[Played], float], variant: str) -> float:
         pairs = zip(played[variant], played["none"], strict=True)
-        return statistics.median(figure(mine) / figure(other) for mine, other in pairs)
+        return round(statistics.median(figure(mine) / figure(other) for mine, other in pairs), 3)
 
-    def itl_p95_s(one: Played) -> float:
-        return quantile(one.gaps_s, 0.95)
-
-    added_s = [
-        mine.ttft_p50_s - other.ttft_p50_s
-        for mine, other in zip(played["whole"], played["none"], strict=True)
-    ]
-    ratio = median(lambda one: one.tokens_per_s, "whole")
-    window_s = WINDOW_TOKENS * statistics.median(one.itl_s for one in played["none"]) / ratio
+    pairs = zip(played["whole"], played["none"], strict=True)
+    added_s = statistics.median(mine.ttft_p50_s - other.ttft_p50_s for mine, other in pairs)
+    speed = ratio(lambda one: one.tokens_per_s, "whole")
+    window_s = WINDOW_TOKENS * statistics.median(one.pace_s for one in played["none"]) / speed
     return {
-        "added_ttft_p50_ms": round(statistics.median(added_s) * 1e3, 1),
+        "added_ttft_p50_ms": round(added_s * 1e3, 1),
         "window_ms": round(window_s * 1e3, 1),
         "verdict_p50_ms": round(verdict_s * 1e3, 1),
         "ttft_bound_ms": round((window_s + verdict_s) * 1e3, 1),
-        "itl_p95_ratio_light": round(median(itl_p95_s, "light"), 3),
-        "itl_p95_ratio": round(median(itl_p95_s, "whole"), 3),
-        "tokens_per_s_ratio_light": round(median(lambda one: one.tokens_per_s, "light"), 3),
-        "tokens_per_s_ratio": round(ratio, 3),
+        "itl_p95_ratio_light": ratio(lambda one: one.itl_p95_s, "light"),
+        "itl_p95_ratio": ratio(lambda one: one.itl_p95_s, "whole"),
+        "tokens_per_s_ratio_light": ratio(lambda one: one.tokens_per_s, "light"),
+        "tokens_per_s_ratio": speed,
     }
 
 
-@asynccontextmanager
-async def timed_verdicts(stub: Stub, key: Metadata, taken_s: list[float] | None) -> AsyncIterator[None]:
-    """Time single verdicts on a text of an output's length while the block runs, into ``taken_s``."""
-
-    async def sample(into_s: list[float]) -> None:
-        request = pb.ModerateRequest(inputs=["def push(self, item): return item\n" * 12], outputs=True)
-        while True:
-            began_s = time.perf_counter()
-            await stub.Moderate(request, metadata=key, timeout=TIMEOUT_S)
-            into_s.append(time.perf_counter() - began_s)
-            await asyncio.sleep(SAMPLED_S)
-
-    task = None if taken_s is None else asyncio.get_running_loop().create_task(sample(taken_s))
-    try:
-        yield
-    finally:
-        if task is not None:
-            task.cancel()
-
-
-async def resumed(stub: Stub, stack: SafetyStack, count: int, kills: Sequence[str]) -> dict[str, float]:
+async def resumed(tenants: Tenants) -> dict[str, float]:
     """Return how many redacted outputs came out the same although their worker was killed midway."""
-    requests = tuple(long_redacted(MODEL, count))
-    key = stack.keys["whole"]
-    whole = await play(stub, key, requests)
-    if not all(output.text.count("[redacted]") for output in whole.outputs):
+    requests = tuple(long_redacted(MODEL, STREAMS))
+    await asyncio.to_thread(tenants.stack.replicas, 2)
+    whole = (await tenants.play("whole", requests)).outputs
+    if not all("[redacted]" in output.text for output in whole):
         raise SystemExit("an output that must be redacted is not")
     interrupted = same = 0
-    for worker in kills:
-        await asyncio.to_thread(stack.replicas, 2)
-        playing = asyncio.get_running_loop().create_task(play(stub, key, requests))
+    for worker in ("worker-0", "worker-1"):
+        playing = asyncio.get_running_loop().create_task(tenants.play("whole", requests))
         await asyncio.sleep(KILL_AFTER_S)
-        stack.kill_worker(worker)
-        again = await playing
-        pairs = [each for each in zip(whole.outputs, again.outputs, strict=True) if each[1].resumes]
-        interrupted += len(pairs)
-        for one, other in pairs:
-            same += one.text == other.text
+        tenants.stack.kill_worker(worker)
+        for one, other in zip(whole, (await playing).outputs, strict=True):
+            interrupted += other.resumes > 0
+            same += other.resumes > 0 and one.text == other.text
             if one.text != other.text:
-                print(f"{worker} killed: {one.text!r} became {other.text!r}, {other.reason}", flush=True)
-        print(f"{worker} killed: {len(pairs)} of {count} resumed", flush=True)
+                print(f"{worker} killed: {one.text!r} became {other.text!r}", flush=True)
+        await asyncio.to_thread(tenants.stack.replicas, 2)
     if not interrupted:
         raise SystemExit("no output was resumed: the kills came too late")
     return {"resumed": interrupted, "identical_resume_ratio": round(same / interrupted, 4)}
@@ -275,16 +254,13 @@ async def resumed(stub: Stub, stack: SafetyStack, count: int, kills: Sequence[st
 
 async def measure(stack: SafetyStack, options: argparse.Namespace) -> dict[str, float]:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        for variant in VARIANTS:
-            await play(stub, stack.keys[variant], clean(MODEL, 0, STREAMS))
-        found = await cost(stub, stack, options.rounds, options.requests)
+        tenants = Tenants(stack, inference_pb2_grpc.InferenceServiceStub(channel))
+        await tenants.play_all(clean(MODEL, 0, STREAMS))
+        found = await cost(tenants, options.rounds, options.requests)
         print(found, flush=True)
-        safe = await delivered(stub, stack, options.planted)
+        safe = await delivered(tenants, options.planted)
         safe["false_blocks"] += found["false_blocks"]
-        print(safe, flush=True)
-        await asyncio.to_thread(stack.replicas, 2)
-        return {**found, **safe, **await resumed(stub, stack, STREAMS, ("worker-0", "worker-1"))}
+        return {**found, **safe, **await resumed(tenants)}
 
 
 def main() -> None:
@@ -300,7 +276,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder, started(Path(folder)) as stack:
         figures = uvloop.run(measure(stack, options))
     print("RESULT", json.dumps(figures))
-    if figures["unsafe_delivered"] or figures["false_blocks"] or figures["identical_resume_ratio"] < 1:
+    wrong = figures["unsafe_delivered"] + figures["false_blocks"]
+    if wrong or not figures["planted"] or figures["identical_resume_ratio"] < 1:
         sys.exit(1)
 
 
