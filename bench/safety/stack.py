@@ -24,7 +24,7 @@ MODEL: Final = "tiny-probed"
 CLASSIFIER: Final = "safety-demo"
 WINDOW_TOKENS: Final = 32
 EVERY_TOKENS: Final = 16
-# The demonstration classifier finds much safe Python at the first two labels, 2 % of it at most: they flag.
+# What the demonstration models find too often in safe Python only flags: two labels, and all of the probe.
 LABELS: Final = {"insult": "noted", "secret": "noted", "threat": "harm", "self_harm": "harm"}
 VARIANTS: Final = ("none", "light", "whole")
 _SAFETY: Final = Path("models/safety")
@@ -34,7 +34,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def pack(variant: str) -> dict[str, Any]:
-    """Return the pack of a variant: what is listed is blocked or redacted, what models find blocked."""
+    """Return the pack of a variant: what is listed is blocked or redacted, finds of models end or flag."""
     lists = [
         {"category": "words", "phrases": PHRASES[:BLOCKED], "scopes": ["output"]},
         {"category": "names", "phrases": PHRASES[BLOCKED:], "scopes": ["output"]},
@@ -55,7 +55,7 @@ def pack(variant: str) -> dict[str, Any]:
         },
         "lists": lists,
         "personal_data": [{"category": "names", "kinds": ["email", "card", "iban", "phone"]}],
-        "probe": {"category": "harm", "threshold": 0.99},
+        "probe": {"category": "noted", "threshold": 0.99},
         "classifiers": [classifier] if variant == "whole" else [],
         "window_tokens": WINDOW_TOKENS,
         "fail": "hold",
