@@ -319,6 +319,9 @@ bench-load: setup-dev ## Compare loading weights with a bare read of the file, t
 bench-guided: setup-dev ## Measure structured output: validity, resumes, tokens per second, neighbours (about 10 minutes)
 	$(BIN)/python -m bench.guided $(ARGS)
 
+bench-safety: setup-dev ## Measure safety packs: what passes, tokens per second, TTFT, resumes (about 12 minutes)
+	$(BIN)/python -m bench.safety $(ARGS)
+
 bench-gpu: setup-dev ## Measure the engine on a CUDA device against its roofline and transformers (about 10 minutes)
 	$(BIN)/python -m bench.gpu $(ARGS)
 

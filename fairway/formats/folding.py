@@ -58,7 +58,9 @@ def fold_char(char: str) -> str:
         return " "
     if (digit := unicodedata.decimal(char, None)) is not None:
         return str(digit)
-    once = _without_marks(unicodedata.normalize("NFKD", char)).casefold()
+    # A look-alike is replaced before the normal form of it resembles another letter or none.
+    plain = char.lower().translate(_LOOK_ALIKES)
+    once = _without_marks(unicodedata.normalize("NFKD", plain)).casefold()
     # Folding may decompose anew, and a look-alike may become visible by it.
     return _without_marks(unicodedata.normalize("NFKD", once)).translate(_LOOK_ALIKES)
 

@@ -84,6 +84,11 @@ def test_a_phrase_is_found_however_it_is_written(text: str) -> None:
     assert found_in(BOMB, f"how to {text}, quickly") == [text]
 
 
+@pytest.mark.parametrize(("char", "plain"), [*zip("ϲϹᏼᏴꭵᎥ", "ccbbii", strict=True), ("´", "'")])
+def test_a_look_alike_whose_normal_form_resembles_another_is_found(char: str, plain: str) -> None:
+    assert found_in(pack_of({"phrases": [f"a{plain}d"]}), f"a{char}d") == [f"a{char}d"]
+
+
 def test_letters_of_other_scripts_are_found_in_either_form() -> None:
     pack = pack_of({"phrases": ["한국", "ばか", "किताब", "ガス"]})
     for phrase in ("한국", "ばか", "किताब", "ガス"):
