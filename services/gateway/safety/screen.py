@@ -144,12 +144,23 @@ class _Held:
 
 
 @dataclass(slots=True)
+class _Verdict:
+    """A verdict on the text up to a place. ``found``: None until it is in."""
+
+    upto: Place
+    text: str
+    found: Sequence[str] | None = None
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
 class _Layer:
-    """A model of the pack, and up to where it has judged a choice."""
+    """A model of the pack, and up to where it has judged a choice and was asked to."""
 
     rule: ClassifierRule | JudgeRule
     judged: Place
-    task: asyncio.Task[None] | None = None
+    asked: Place
+    verdicts: deque[_Verdict] = field(default_factory=deque)  # in the order of their places
 
 
 @dataclass(slots=True)
@@ -204,7 +215,7 @@ class ChoiceScreen:
         self._scans = safety.scans(spec)
         self._revisions = [0] * len(self._scans)
         judged = Place(self._start.tokens, begun.chars)
-        self._layers = [_Layer(rule, judged) for rule in safety.models("output")]
+        self._layers = [_Layer(rule, judged, judged) for rule in safety.models("output")]
         self._probed = self._start.tokens if pack.probe is not None else _ALL.tokens
         self._recent = _Recent()
         self._text, self._text_from = "", begun.chars  # what waits, and what a match still needs before it
@@ -317,8 +328,8 @@ class ChoiceScreen:
         if held.end <= self._start.tokens:  # an earlier run had its verdicts, and recorded its finds
             self._had_chars = held.end_chars
             for layer in self._layers:
-                layer.judged = Place(layer.judged.tokens, held.whole_chars)
-        least = [max(one.rule.context_tokens, held.end - one.judged.tokens) for one in self._layers]
+                layer.judged = layer.asked = Place(layer.judged.tokens, held.whole_chars)
+        least = [max(one.rule.context_tokens, held.end - one.asked.tokens) for one in self._layers]
         if least:
             self._recent.add(len(held.ids), held.text, max(least))
 
@@ -351,25 +362,34 @@ class ChoiceScreen:
         return self._safety.action_of(category) in ("block", "stop")
 
     def _ask(self, layer: _Layer) -> None:
-        """Have a model judge the text since its last verdict, if that is due."""
-        if layer.task is not None or not self._queue:
-            return
-        last = self._queue[-1]
-        upto = Place(max(last.end, layer.judged.tokens), last.whole_chars if self._ended else last.end_chars)
-        fresh = upto.tokens - layer.judged.tokens
-        due = fresh >= layer.rule.every_tokens or (self._ended and not last.within(layer.judged))
-        if due:
-            text = self._recent.last(max(layer.rule.context_tokens, fresh))
-            name = f"judge {self._safety.request_id}"
-            layer.task = self._safety.spawn(name, self._judge(layer, text, upto))
+        """Have a model judge the text if it reaches a multiple of ``every_tokens``, or the end.
 
-    async def _judge(self, layer: _Layer, text: str, upto: Place) -> None:
+        No verdict waits for another: what is judged depends on the output alone, so that an output which is
+        made again on another worker has the same verdicts.
+        """
+        if not self._queue:
+            return
+        last, asked, every = self._queue[-1], layer.asked, layer.rule.every_tokens
+        upto = Place(max(last.end, asked.tokens), last.whole_chars if self._ended else last.end_chars)
+        if upto.tokens // every > asked.tokens // every or (self._ended and not last.within(asked)):
+            text = self._recent.last(max(layer.rule.context_tokens, upto.tokens - asked.tokens))
+            layer.asked = upto
+            layer.verdicts.append(verdict := _Verdict(upto, text))
+            verdict.task = self._safety.spawn(f"judge {self._safety.request_id}", self._judge(layer, verdict))
+
+    async def _judge(self, layer: _Layer, verdict: _Verdict) -> None:
+        """Await a verdict, and act on those that wait for none before them."""
         try:
-            found: Sequence[str] = await self._safety.judge(layer.rule, text, "output")
+            verdict.found = await self._safety.judge(layer.rule, verdict.text, "output")
         except Exception:  # what is not judged is not sent, whatever is wrong here
             log.exception("safety.verdict_crashed", model=layer.rule.model)
-            found = (UNAVAILABLE,)
-        layer.task = None
+            verdict.found = (UNAVAILABLE,)
+        while layer.verdicts and (found := layer.verdicts[0].found) is not None:
+            one = layer.verdicts.popleft()
+            self._act(layer, one.upto, one.text, found)
+        self._advance()
+
+    def _act(self, layer: _Layer, upto: Place, text: str, found: Sequence[str]) -> None:
         place = {"request_id": self._safety.request_id, "choice": self._choice, "model": layer.rule.model}
         span = {"from_token": layer.judged.tokens, "to_token": upto.tokens}
         log.debug("safety.judged", found=found, **place, **span)
@@ -379,9 +399,15 @@ class ChoiceScreen:
                 self._note(category, layer.judged.chars, text)
         if ending:
             self._unsafe(ending[0], layer.judged, text)
+            self._dismiss(layer)
         else:
             layer.judged = upto
-        self._advance()
+
+    def _dismiss(self, layer: _Layer) -> None:
+        for verdict in layer.verdicts:
+            if verdict.task is not None:
+                verdict.task.cancel()
+        layer.verdicts.clear()
 
     def _unprobed(self) -> None:
         """Act as the pack states on tokens that came without a score."""
@@ -392,7 +418,11 @@ class ChoiceScreen:
             self._unsafe(UNAVAILABLE, Place(self._probed, _ALL.chars), "")
 
     def _unsafe(self, category: str, bound: Place, text: str, position: int | None = None) -> None:
-        """Act on a find that ends the output before the first piece that is not within ``bound``."""
+        """Act on a find that ends the output before the first piece that is not within ``bound``.
+
+        With the ``position`` of the find, the text before it stays, without the tokens that it came with:
+        what is delivered does not depend on how the output was cut into pieces.
+        """
         if not self._ends(category):
             self._note(category, self._scans[0].chars, text)
             return
@@ -403,8 +433,12 @@ class ChoiceScreen:
             kept = len(self._queue)  # the probe's find is of a token that is about to arrive
         at_chars = self._queue[kept].start_chars if kept < len(self._queue) else self._scans[0].chars
         self._note(category, at_chars if position is None else position, text)
-        while len(self._queue) > kept:
-            self._waiting -= len(self._queue.pop().ids)
+        dropped = [self._queue.pop() for _ in range(len(self._queue) - kept)][::-1]
+        self._waiting -= sum(len(held.ids) for held in dropped)
+        if dropped and position is not None and position > at_chars:
+            text = "".join([held.text for held in dropped])[: position - at_chars]
+            head = _Held(dropped[0].offset, (), text, (), position, position, dropped[0].arrived_s)
+            self._queue.append(head)
         self._ended = self._cut = True
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
@@ -524,7 +558,6 @@ class ChoiceScreen:
     def _close(self) -> None:
         self._ended = True
         for layer in self._layers:
-            if layer.task is not None:
-                layer.task.cancel()
+            self._dismiss(layer)
         self._queue.clear()
         self._ready.clear()
