@@ -24,6 +24,7 @@ MODEL: Final = "tiny-probed"
 CLASSIFIER: Final = "safety-demo"
 WINDOW_TOKENS: Final = 32
 EVERY_TOKENS: Final = 16
+CONTEXT_TOKENS: Final = 64
 # What the demonstration models find too often in safe Python only flags: two labels, and all of the probe.
 LABELS: Final = {"insult": "noted", "secret": "noted", "threat": "harm", "self_harm": "harm"}
 VARIANTS: Final = ("none", "light", "whole")
@@ -45,6 +46,7 @@ def pack(variant: str) -> dict[str, Any]:
         "threshold": 0.99,
         "scopes": ["output"],
         "every_tokens": EVERY_TOKENS,
+        "context_tokens": CONTEXT_TOKENS,
     }
     return {
         "categories": {

@@ -21,8 +21,10 @@ def _digits(text: str) -> list[int]:
 
 
 def is_card(text: str) -> bool:
-    """Return whether a number has a card's length and check digit (Luhn, ISO/IEC 7812-1)."""
+    """Return whether a number has a card's issuer, length and check digit (Luhn, ISO/IEC 7812-1)."""
     digits = _digits(text)
+    if digits[0] == 2 and not [2, 2, 0, 0] <= digits[:4] <= [2, 7, 2, 0]:  # the other numbers have no issuer
+        return False
     doubled = [sum(divmod(2 * digit, 10)) for digit in digits[-2::-2]]
     return 13 <= len(digits) <= 19 and not (sum(digits[-1::-2]) + sum(doubled)) % 10
 
