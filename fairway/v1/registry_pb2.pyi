@@ -30,6 +30,7 @@ class ManifestFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    CHUNK_STARTS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Relative, with forward slashes, without `.` and `..`."""
     size_bytes: _builtins.int
@@ -37,6 +38,10 @@ class ManifestFile(_message.Message):
     """sha256:<64 hex digits>, here and below."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def chunk_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The offset of each chunk. Without any, all but the last chunk have 4 MiB."""
+
     def __init__(
         self,
         *,
@@ -44,10 +49,11 @@ class ManifestFile(_message.Message):
         size_bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
         chunks: _abc.Iterable[_builtins.str] | None = ...,
+        chunk_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digest", b"digest", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_starts", b"chunk_starts", "chunks", b"chunks", "digest", b"digest", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,7 +13,7 @@ from fairway.formats import safetensors
 from fairway.formats.contents import MAX_TEXT_BYTES, Checker, ContentRefused, checker_for
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound, Unavailable
-from services.core.manifest import CHUNK_BYTES, Manifest, ManifestFile
+from services.core.manifest import Manifest, ManifestFile
 from services.core.rollouts.computation import READ, computation_digest
 from services.ports.blob_store import BlobStore
 
@@ -83,7 +83,9 @@ async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
 async def content_of(blobs: BlobStore, file: ManifestFile, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return a file, or the chunks of it that hold its first ``most_bytes``."""
     body = bytearray()
-    for chunk in file.chunks[: -(-most_bytes // CHUNK_BYTES)]:
+    for index, chunk in enumerate(file.chunks):
+        if file.start(index) >= most_bytes:
+            break
         async with aclosing(blobs.get(chunk)) as pieces:
             async for piece in pieces:
                 body += piece

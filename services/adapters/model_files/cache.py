@@ -407,7 +407,7 @@ class ModelFiles:
             index += 1
         for missing in range(index, len(file.chunks)):
             data = await self._chunks.fetch(file, missing)
-            await in_thread(model_folders.append_chunk, path, missing, data, whole)
+            await in_thread(model_folders.append_chunk, path, file.start(missing), data, whole)
             meter.add(len(data))
         await in_thread(model_folders.cut, path, file.size_bytes)
         if "sha256:" + whole.hexdigest() != file.digest:

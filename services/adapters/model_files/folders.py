@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from services.adapters.threads import in_thread
-from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
+from services.core.manifest import ManifestFile, sha256_of
 
 _MAX_CHECK_THREADS: Final = 4
 
@@ -188,7 +188,7 @@ def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None
     """Return whether the chunk on disk has its digest; a good one is added to ``whole``."""
     size = file.chunk_bytes(index)
     with path.open("rb") as stream:
-        stream.seek(index * CHUNK_BYTES)
+        stream.seek(file.start(index))
         data = stream.read(size)
     if len(data) != size or sha256_of(data) != file.chunks[index]:
         return False
@@ -206,9 +206,9 @@ def is_equal(path: Path, file: ManifestFile) -> bool:
     return good and "sha256:" + whole.hexdigest() == file.digest
 
 
-def append_chunk(path: Path, index: int, data: bytes, whole: Hash) -> None:
+def append_chunk(path: Path, offset: int, data: bytes, whole: Hash) -> None:
     """Write a verified chunk at its offset and truncate the file behind it."""
-    _write(path, data, index * CHUNK_BYTES)
+    _write(path, data, offset)
     whole.update(data)
 
 

@@ -14,7 +14,11 @@ from services.rpc.convert.inference import timestamp
 _MANIFEST: Final = Mirror(
     Manifest,
     registry_pb2.Manifest,
-    {"files": Mirror(ManifestFile, registry_pb2.ManifestFile).each("files")},
+    {
+        "files": Mirror(
+            ManifestFile, registry_pb2.ManifestFile, {"starts": Pair("chunk_starts", unset=True, zero=True)}
+        ).each("files")
+    },
 )
 manifest_from_proto: Final = _MANIFEST.from_proto
 manifest_to_proto: Final = _MANIFEST.to_proto
