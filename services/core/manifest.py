@@ -196,6 +196,15 @@ def _check_base(manifest: Manifest) -> None:
         raise InvalidInput(problem, field="manifest.files")
 
 
+def distinct_chunks(files: Sequence[ManifestFile]) -> dict[str, list[tuple[ManifestFile, int]]]:
+    """Return the places of each chunk, file and index, in the order of the first."""
+    places: dict[str, list[tuple[ManifestFile, int]]] = {}
+    for file in files:
+        for index, chunk in enumerate(file.chunks):
+            places.setdefault(chunk, []).append((file, index))
+    return places
+
+
 def on_base(adapter: Manifest, base: Manifest) -> Manifest:
     """Return the files that a reader of an adapter's version finds: its own, and those of its base.
 

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Final
 
 import structlog
@@ -68,6 +69,7 @@ from services.ports.registry import TextCheck
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.signatures import VersionSignatures
+from services.registry.tracker import DOWNLOADS, ChunkTracker, DownloadTurns
 from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 from services.runtime.process.folders import temporary_folder
@@ -90,9 +92,17 @@ class RegistryService:
     """All methods may run concurrently; conditional writes in the store resolve conflicts."""
 
     def __init__(
-        self, store: Store, blobs: BlobStore, clock: Clock, *, texts: TextCheck | None = None
+        self,
+        store: Store,
+        blobs: BlobStore,
+        clock: Clock,
+        *,
+        texts: TextCheck | None = None,
+        rng: Random | None = None,
+        downloads: int = DOWNLOADS,
     ) -> None:
-        """``texts`` checks the files that gateways read; without it, no version is checked."""
+        """``texts`` checks the files that gateways read; without it, no version is checked. ``downloads``
+        read the blob store at once."""
         self._store = store
         self._texts = texts
         self._blobs = blobs
@@ -102,6 +112,9 @@ class RegistryService:
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
         self._turns = VerificationLimiter()
         self.signatures = VersionSignatures(store)
+        rng = rng or Random()
+        self._downloads = DownloadTurns(rng, downloads)
+        self.tracker = ChunkTracker(self._readable, clock, rng)
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the given order."""
@@ -117,9 +130,11 @@ class RegistryService:
             raise InvalidInput(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="header.size_bytes")
         await self._blobs.put(digest, with_idle_timeout(digest, data), size_bytes)
 
-    def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a chunk from an offset on. Raises NotFound."""
-        return self._blobs.get(digest, offset_bytes)
+    async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a chunk from an offset on, in turn. Raises NotFound, Unavailable."""
+        async with self._downloads.one(), aclosing(self._blobs.get(digest, offset_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def create_version(
         self, model: str, manifest: Manifest, *, publisher: str = "", for_another_engine: bool = False
@@ -300,6 +315,10 @@ class RegistryService:
         if entry is None:
             raise ModelNotFound(f"{model} has no version {digest}", model=model, digest=digest)
         return entry
+
+    async def _readable(self, model: str, digest: str) -> Manifest:
+        _, manifest = await self.get_version(model, digest)
+        return on_base(manifest, await self._base_of(manifest)) if manifest.base_digest else manifest
 
     async def _base_of(self, adapter: Manifest) -> Manifest:
         """Return the manifest of an adapter's base. Raises ModelNotFound, InvalidInput for no decoder."""

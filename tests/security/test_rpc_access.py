@@ -37,7 +37,14 @@ OF_REQUESTS = {"ExplainPlacement", "ListQuarantined", "ListFinishedRequests"}
 PUBLISHING = {"FindMissingChunks", "UploadChunk", "DownloadChunk", "SetTag", "CollectGarbage"}
 READS = ("Get", "List", "Watch")
 DATA_PLANE = ("InferenceService", "GRPCInferenceService")
-INTERNAL_SERVICES = ("SchedulerService", "FollowerService", "UsageService", "SliService", "ExternalScaler")
+INTERNAL_SERVICES = (
+    "SchedulerService",
+    "FollowerService",
+    "ChunkService",
+    "UsageService",
+    "SliService",
+    "ExternalScaler",
+)
 
 
 @pytest.fixture(scope="module")
