@@ -1,8 +1,8 @@
 """Which node fetches which chunk of a version from where: the policy of the registry's tracker. Pure.
 
 A chunk that no node has goes from the registry to one node, the least served; every other copy comes from a
-node. Of the chunks that a node lacks the rarest of a sample is next, as in BitTorrent (Cohen, IPTPS 2003),
-from the holder in the node's zone that sends least. A node that was reported is avoided by the reporter, and
+node. Of the chunks that a node is offered the rarest is next, as in BitTorrent (Cohen, IPTPS 2003), from the
+holder in the node's zone that sends least. A node that was reported is avoided by the reporter, and
 left out for all once ``QUORUM`` nodes report it, of each of which only few reports count.
 
 The cost of an order does not grow with the nodes or the chunks: rarity is counted as reports arrive, of the
@@ -12,8 +12,9 @@ holders of a chunk only a random sample is listed, and a node is offered a bound
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Final
 
@@ -32,8 +33,7 @@ ORDER_S: Final = 60.0  # time after which an order counts as lost, though its no
 SILENT_S: Final = 10.0  # least time without a report after which a node is gone
 _LISTED: Final = 16  # holders of a chunk that are listed
 _OFFERED: Final = 256  # chunks that a node chooses from
-_SAMPLE: Final = 24
-_TRIES: Final = 6
+_TRIES: Final = 16
 _PEERS: Final = 16
 _NODES_PER_S: Final = 1000.0  # reports per second of a version, however many nodes fetch it
 _LEAST_REPORT_S: Final = 0.2
@@ -311,14 +311,16 @@ class ChunkSwarm:
     def _orders(self, node: _Node, wanted: int, now_s: float) -> tuple[ChunkOrder, ...]:
         orders: list[ChunkOrder] = []
         fresh = 0 if node.is_out else max(1, self._most_coming // max(1, self._fetching))
-        while len(orders) < wanted:
-            is_due = fresh > 0 and node.given <= self._mean_given + 1
-            order = (self._fresh(node, now_s) if is_due else None) or self._from_peer(node, now_s)
-            if order is None and fresh and not is_due:
-                order = self._fresh(node, now_s)  # it would fetch nothing otherwise
-            if order is None:
+        while min(fresh, wanted) > len(orders) and node.given <= self._mean_given + 1:
+            if (order := self._fresh(node, now_s)) is None:
                 break
-            fresh -= order.peer is None and fresh > 0
+            orders.append(order)
+        fresh -= len(orders)
+        orders += self._from_peers(node, wanted - len(orders), now_s)
+        while fresh > 0 and len(orders) < wanted:  # it has had more than others, who would fetch nothing more
+            if (order := self._fresh(node, now_s)) is None:
+                break
+            fresh -= 1
             orders.append(order)
         return tuple(orders)
 
@@ -326,7 +328,7 @@ class ChunkSwarm:
         """Return a chunk that no node has, and that comes to none yet."""
         if len(self._coming) >= self._most_coming:
             return None
-        for _ in range(min(_SAMPLE, len(self._unsent))):
+        for _ in range(min(_TRIES, len(self._unsent))):
             index = self._unsent.popleft()
             if self._count[index] or index in self._coming:
                 continue
@@ -335,42 +337,48 @@ class ChunkSwarm:
             self._unsent.append(index)
         return None
 
-    def _from_peer(self, node: _Node, now_s: float) -> ChunkOrder | None:
-        """Return the rarest of a sample of what the node lacks and a peer can send."""
+    def _from_peers(self, node: _Node, wanted: int, now_s: float) -> list[ChunkOrder]:
+        """Return orders of what the node lacks and peers can send, the rarest first."""
         self._fill(node)
-        offer, found = node.offer, []
-        begin = int(self._rng.random() * len(offer))
-        for index in (offer + offer)[begin : begin + min(_SAMPLE, len(offer))]:
-            if node.state[index] == _OFFER and self._count[index]:
-                found.append((self._count[index], index))
-                continue
-            offer.remove(index)  # it came another way, or its holders are gone
-            if node.state[index] == _OFFER:
+        offer, count, orders = node.offer, self._count, list[ChunkOrder]()
+        begin = int(
+            self._rng.random() * len(offer)
+        )  # of equally rare chunks, nodes begin with different ones
+        offer = sorted(offer[begin:] + offer[:begin], key=count.__getitem__)
+        left: list[int] = []
+        tries = 2 * wanted + _TRIES
+        for index in offer:
+            if node.state[index] != _OFFER:
+                continue  # it came another way
+            if not count[index]:
                 node.state[index] = _UNSEEN
-        found.sort()
-        for _, index in found[:_TRIES]:
-            source, is_avoided = self._source(node, index, now_s)
-            if source is not None or (is_avoided and len(self._coming) < self._most_coming):
-                offer.remove(index)
-                return self._order(node, index, source, now_s)
-        return None
+                continue
+            if tries and len(orders) < wanted:
+                tries -= 1
+                source, is_avoided = self._source(node, index, now_s)
+                if source is not None or (is_avoided and len(self._coming) < self._most_coming):
+                    orders.append(self._order(node, index, source, now_s))
+                    continue
+            left.append(index)
+        node.offer = left
+        return orders
 
     def _source(self, node: _Node, index: int, now_s: float) -> tuple[_Node | None, bool]:
         """Return the best holder that can send, and whether there is none because the node avoids them."""
         holders = self._holders[index]
-        if any(peer.is_gone for peer in holders):
-            holders[:] = [peer for peer in holders if not peer.is_gone]
-        if not any(not peer.is_out for peer in holders):  # the sample has none of those that count
-            found = (p for p in self._listed if p.state[index] == _HAS and not p.is_out and not p.is_gone)
-            holders[:] = [peer for peer, _ in zip(found, range(_LISTED), strict=False)]
-        best, least, avoided = None, (True, UPLOADS), 0
+        if not any(not (peer.is_out or peer.is_gone) for peer in holders):  # the sample has none that count
+            found = (p for p in self._listed if p.state[index] == _HAS and not (p.is_out or p.is_gone))
+            holders[:] = islice(found, _LISTED)
+        best, zone, is_far, least, avoided = None, node.peer.zone, True, UPLOADS, 0
         for peer in holders:
-            if peer.is_out or peer is node:
+            if peer.is_out or peer.is_gone or peer is node:
                 continue
             if node.avoids and node.avoids.get(peer.peer.address, 0.0) > now_s:
                 avoided += 1
-            elif (load := (peer.peer.zone != node.peer.zone, peer.sending)) < least and load[1] < UPLOADS:
-                best, least = peer, load
+            elif peer.sending < UPLOADS:
+                far = peer.peer.zone != zone
+                if far < is_far or (far == is_far and peer.sending < least):
+                    best, is_far, least = peer, far, peer.sending
         return best, best is None and avoided >= self._count[index] > 0
 
     def _fill(self, node: _Node) -> None:
@@ -409,10 +417,8 @@ class ChunkSwarm:
         return _COMPLETE_S if self._fetching else _IDLE_S
 
     def _some_peers(self) -> tuple[ChunkPeer, ...]:
-        listed: Sequence[_Node] = self._listed
-        if len(listed) > _PEERS:
-            listed = self._rng.sample(listed, _PEERS)
-        return tuple(node.peer for node in listed)
+        begin = int(self._rng.random() * max(1, len(self._listed) - _PEERS + 1))
+        return tuple(node.peer for node in self._listed[begin : begin + _PEERS])
 
 
 def indexes_of(bitmap: bytes) -> list[int]:
