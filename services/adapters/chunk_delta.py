@@ -17,7 +17,9 @@ _LEVEL: Final = 1  # higher levels make no smaller deltas, and take longer
 
 
 def encode(data: bytes, base: bytes) -> bytes:
-    """Return the delta of ``data`` from ``base``, which has the same size."""
+    """Return the delta of ``data`` from ``base``. Raises ValueError for a base of another size."""
+    if len(data) != len(base):
+        raise ValueError(f"a chunk of {len(data)} bytes has no delta from one of {len(base)}")
     return zstandard.ZstdCompressor(_LEVEL).compress(_xor(data, base))
 
 

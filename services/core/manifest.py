@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
@@ -205,6 +205,15 @@ def _check_base(manifest: Manifest) -> None:
         raise InvalidInput(problem, field="manifest.files")
 
 
+def distinct_chunks(files: Sequence[ManifestFile]) -> dict[str, list[tuple[ManifestFile, int]]]:
+    """Return the places of each chunk, file and index, in the order of the first."""
+    places: dict[str, list[tuple[ManifestFile, int]]] = {}
+    for file in files:
+        for index, chunk in enumerate(file.chunks):
+            places.setdefault(chunk, []).append((file, index))
+    return places
+
+
 def on_base(adapter: Manifest, base: Manifest) -> Manifest:
     """Return the files that a reader of an adapter's version finds: its own, and those of its base.
 
@@ -223,21 +232,23 @@ def on_base(adapter: Manifest, base: Manifest) -> Manifest:
     )
 
 
-def chunk_bases(manifest: Manifest, base: Manifest) -> dict[str, str]:
-    """Return the chunk of ``base`` that each chunk it lacks is likely a change of, by digest.
+def chunk_bases(
+    files: Iterable[ManifestFile], base: Sequence[ManifestFile]
+) -> dict[str, tuple[ManifestFile, int]]:
+    """Return the place in ``base`` of what each chunk that it lacks is likely a change of, by digest.
 
     Files pair by path. Their chunks pair by number from the front, else from the back, where the sizes agree.
     """
-    known, found = {file.path: file for file in base.files}, {}
-    kept = {chunk for file in base.files for chunk in file.chunks}
-    for file in manifest.files:
+    known, found = {file.path: file for file in base}, {}
+    kept = {chunk for file in base for chunk in file.chunks}
+    for file in files:
         if (old := known.get(file.path)) is None:
             continue
         shift = len(old.chunks) - len(file.chunks)
         for index, chunk in enumerate(file.chunks):
             for at in (index, index + shift) if chunk not in kept else ():
                 if 0 <= at < len(old.chunks) and old.chunk_bytes(at) == file.chunk_bytes(index):
-                    found[chunk] = old.chunks[at]
+                    found[chunk] = old, at
                     break
     return found
 

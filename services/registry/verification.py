@@ -86,10 +86,14 @@ async def content_of(blobs: BlobStore, file: ManifestFile, most_bytes: int = MAX
     for index, chunk in enumerate(file.chunks):
         if file.start(index) >= most_bytes:
             break
-        async with aclosing(blobs.get(chunk)) as pieces:
-            async for piece in pieces:
-                body += piece
+        body += await chunk_of(blobs, chunk)
     return bytes(body)
+
+
+async def chunk_of(blobs: BlobStore, digest: str) -> bytes:
+    """Return a chunk. Raises NotFound, IntegrityError."""
+    async with aclosing(blobs.get(digest)) as pieces:
+        return b"".join([piece async for piece in pieces])
 
 
 async def header_of(blobs: BlobStore, file: ManifestFile) -> bytes:
