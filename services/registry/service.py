@@ -156,7 +156,7 @@ class RegistryService:
                     yield piece
 
     async def _delta(self, digest: str, base: str) -> bytes:
-        """Return the delta of a chunk; empty: it is not smaller, or the base is not here or of another size."""
+        """Return the delta of a chunk; empty: it is not smaller, or has no such base."""
         if not base:
             return b""
         data = await chunk_of(self._blobs, digest)

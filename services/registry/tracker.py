@@ -29,9 +29,8 @@ class ChunkTracker:
         self._readable = readable
         self._clock = clock
         self._rng = rng
-        self._swarms: OrderedDict[tuple[str, str], ChunkSwarm] = (
-            OrderedDict()
-        )  # the one used longest ago is first
+        # By version and base; the one used longest ago is first.
+        self._swarms: OrderedDict[tuple[str, str], ChunkSwarm] = OrderedDict()
 
     async def exchange(
         self, model: str, digest: str, report: ChunkReport, *, base_digest: str = ""

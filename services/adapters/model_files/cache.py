@@ -430,7 +430,7 @@ class ModelFiles:
     ) -> bool:
         """Return whether the files are there; False: no swarm takes this node in.
 
-        Chunks arrive in any order. Those of an earlier fetch or of another version are shared and not fetched.
+        Chunks arrive in any order. Those of an earlier fetch or another version are shared, not fetched.
         """
         assert self._swarm is not None
         paths, good = {}, {}

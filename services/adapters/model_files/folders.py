@@ -191,10 +191,19 @@ def read_chunk(path: Path, file: ManifestFile, index: int) -> bytes:
         return stream.read(file.chunk_bytes(index))
 
 
+def good_chunk(path: Path, file: ManifestFile, index: int) -> bytes | None:
+    """Return the bytes of a chunk on disk that has its digest; None for another one, or for no file."""
+    try:
+        data = read_chunk(path, file, index)
+    except OSError:
+        return None
+    return data if sha256_of(data) == file.chunks[index] else None
+
+
 def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None = None) -> bool:
-    """Return whether the chunk on disk has its digest; a good one is added to ``whole``."""
+    """Return whether the chunk on disk has its digest; a good one is added to ``whole``. Raises OSError."""
     data = read_chunk(path, file, index)
-    if len(data) != file.chunk_bytes(index) or sha256_of(data) != file.chunks[index]:
+    if sha256_of(data) != file.chunks[index]:
         return False
     if whole is not None:
         whole.update(data)

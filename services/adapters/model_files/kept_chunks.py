@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.adapters.model_files.folders import chunk_is_good, read_chunk
+from services.adapters.model_files.folders import good_chunk
 from services.adapters.model_files.shared_chunks import ChunkBase
 from services.core.manifest import Manifest, ManifestFile, chunk_bases
 
@@ -33,11 +33,7 @@ class KeptChunks:
         """Return a chunk, verified; None where no folder has it (any more). Blocks for I/O."""
         if chunk not in self.places:
             return None
-        path, file, index = self.places[chunk]
-        try:
-            return read_chunk(path, file, index) if chunk_is_good(path, file, index) else None
-        except OSError:
-            return None
+        return good_chunk(*self.places[chunk])
 
 
 def chunks_in(folders: Iterable[KeptFolder], files: Sequence[ManifestFile]) -> KeptChunks:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from services.adapters import chunk_delta
-from services.adapters.model_files.folders import read_chunk
+from services.adapters.model_files.folders import good_chunk, read_chunk
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, Unavailable
 from services.core.manifest import ManifestFile, distinct_chunks, sha256_of
@@ -36,14 +36,11 @@ class ChunkBase:
         return "" if file is None else file.chunks[at]
 
     def read(self, chunk: str) -> bytes | None:
-        """Return what a chunk is a change of. None: no place is known, or its folder was evicted."""
+        """Return what a chunk is a change of, verified. None: no place is known, or it is lost or damaged."""
         if chunk not in self.places:
             return None
         file, at = self.places[chunk]
-        try:
-            return read_chunk(self.folder / file.path, file, at)
-        except OSError:
-            return None
+        return good_chunk(self.folder / file.path, file, at)
 
 
 class SharedVersion:
@@ -105,12 +102,11 @@ class SharedVersion:
         delta = data if base is None else chunk_delta.encode(data, base)
         return min(data, delta, key=len)
 
-    def verified(self, index: int, data: bytes) -> bytes | None:
-        """Return the chunk that was received as it is or as a delta; None: neither has its digest. Blocks."""
+    def verified(self, index: int, data: bytes, base: bytes | None) -> bytes | None:
+        """Return the chunk that was received as it is or as its delta; None: neither has its digest."""
         digest = self.chunks[index]
         if sha256_of(data) == digest:
             return data
-        base = self.base.read(digest)
         try:
             found = None if base is None else chunk_delta.decode(data, base)
         except IntegrityError:

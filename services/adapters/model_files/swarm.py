@@ -257,16 +257,14 @@ class _Fetch:
         """
         version, swarm, index = self._version, self._swarm, order.index
         size_bytes, digest, data = version.chunk_bytes(index), version.chunks[index], bytearray()
-        if order.peer is None:
-            source, stall_s = (
-                swarm.registry.download(digest, base=version.base.chunk(digest)),
-                _REGISTRY_STALL_S,
-            )
+        base = await in_thread(version.base.read, digest)
+        is_lost = base is None and digest in version.base.places  # then no delta can be used
+        if order.peer is None or is_lost:
+            stall_s = _REGISTRY_STALL_S
+            source = swarm.registry.download(digest, base="" if is_lost else version.base.chunk(digest))
         else:
-            source, stall_s = (
-                swarm.peers.read(order.peer, version.digest, index, version.base.digest),
-                STALL_S,
-            )
+            stall_s = STALL_S
+            source = swarm.peers.read(order.peer, version.digest, index, version.base.digest)
         async with asyncio.timeout(CHUNK_S), aclosing(source) as pieces:
             while len(data) <= size_bytes:
                 async with asyncio.timeout(stall_s):
@@ -275,7 +273,7 @@ class _Fetch:
                     break
                 data += piece
                 await swarm.pace.take(len(piece))
-        received = await in_thread(version.verified, index, bytes(data))
+        received = await in_thread(version.verified, index, bytes(data), base)
         if received is None:
             file, at = version.places[index][0]
             raise IntegrityError(

@@ -10,7 +10,9 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -33,7 +35,7 @@ from services.runtime.clock import SystemClock
 from services.worker.chunk_servicer import ChunkServicer
 from tests.integration.registry.harness import publish_any, same
 from tests.support.local_servers import free_port
-from tests.support.model_folder import write_model
+from tests.support.model_folder import header_of, write_model
 from tests.support.registry import ADMIN, TOKEN, Served, served
 
 CLOCK = SystemClock()
@@ -63,8 +65,8 @@ class Origin(FolderBlobs):
 class Rubbish(SharedChunks):
     """Sends other bytes."""
 
-    async def pieces(self, digest: str, index: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(super().pieces(digest, index)) as pieces:
+    async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().pieces(digest, index, base_digest)) as pieces:
             async for piece in pieces:
                 self.sent_bytes += 1
                 yield bytes([piece[0] ^ 1]) + piece[1:]
@@ -73,8 +75,8 @@ class Rubbish(SharedChunks):
 class Stalling(SharedChunks):
     """Sends a piece and no more."""
 
-    async def pieces(self, digest: str, index: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(super().pieces(digest, index)) as pieces:
+    async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().pieces(digest, index, base_digest)) as pieces:
             yield await anext(pieces)
             await asyncio.sleep(3600)
 
@@ -172,7 +174,7 @@ async def test_a_chunk_leaves_the_registry_about_once(fleet: Fleet, folder: Path
     for path in await asyncio.gather(*(node.fetch(digest) for node in nodes)):
         assert same(folder, path)
     assert fleet.copies(digest) <= 1.1, fleet.sent
-    fleet.registry.service.tracker._swarms[digest].check_integrity()
+    fleet.registry.service.tracker._swarms[digest, ""].check_integrity()
     fleet.sent.clear()
     assert same(folder, await (await fleet.node("late")).fetch(digest))
     assert set(fleet.sent) == {digest}, "a chunk left the registry that nodes have"
@@ -187,14 +189,14 @@ async def test_a_peer_that_lies_or_stalls_is_replaced_and_left_out(
     digest = await published(fleet, folder)
     liar = await fleet.node("liar", bad)
     await liar.fetch(digest)
-    assert liar.swarm.shared.versions[digest].bitmap()
+    assert liar.swarm.shared.versions[digest, ""].bitmap()
     fleet.sent.clear()
     nodes = await fleet.nodes(3)
     for path in await asyncio.gather(*(node.fetch(digest) for node in nodes)):
         assert same(folder, path)
     # It alone had the chunks: once two nodes have reported it, they come from the registry, once.
     assert fleet.copies(digest) <= 1.5, fleet.sent
-    swarm = fleet.registry.service.tracker._swarms[digest]
+    swarm = fleet.registry.service.tracker._swarms[digest, ""]
     assert swarm._nodes[liar.swarm.node.address].is_out
     assert not any(swarm._nodes[node.swarm.node.address].is_out for node in nodes)
 
@@ -241,7 +243,7 @@ async def test_a_registry_that_is_back_learns_what_the_nodes_have(fleet: Fleet, 
     fleet.registry.service.tracker._swarms.clear()  # as after a restart
     for task in tasks:
         assert same(folder, await task)
-    fleet.registry.service.tracker._swarms[digest].check_integrity()
+    fleet.registry.service.tracker._swarms[digest, ""].check_integrity()
     assert fleet.copies(digest) <= 1.6, fleet.sent
 
 
@@ -261,7 +263,7 @@ async def test_a_chunk_that_the_registry_damages_twice_ends_the_fetch(fleet: Fle
     with pytest.raises(IntegrityError) as caught:
         await node.fetch(digest)
     assert caught.value.metadata["path"] == weights.path
-    assert digest not in node.swarm.shared.versions
+    assert not node.swarm.shared.versions
 
 
 @pytest.mark.parametrize("bound", ["up", "down"])
@@ -273,3 +275,80 @@ async def test_rates_bound_what_a_node_sends_and_receives(fleet: Fleet, folder: 
     began_s = time.monotonic()
     await other.fetch(digest)
     assert time.monotonic() - began_s >= 0.9 * (CHUNKS * CHUNK_BYTES - rate / 4) / rate
+
+
+def write_floats(root: Path, weights: np.ndarray[Any, Any], layers: int = 4) -> Path:
+    """Write a folder whose weights are these float32 values, in so many tensors."""
+    write_model(root)
+    header = header_of({f"layer{at}": [len(weights) // layers] for at in range(layers)})
+    (root / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights.tobytes())
+    return root
+
+
+def tuned(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return weights of which one element in a hundred is another, and the last tensor is as it was."""
+    rng = np.random.default_rng(5)
+    where = rng.random(weights.size) < 0.01
+    where[weights.size // 4 * 3 :] = False
+    found = weights.copy()
+    found[where] = rng.standard_normal(int(where.sum()), np.float32)
+    return found
+
+
+@dataclass
+class TwoVersions:
+    first: str
+    second: str
+    folder: Path
+    size_bytes: int
+
+
+@pytest_asyncio.fixture
+async def versions(fleet: Fleet, tmp_path: Path) -> TwoVersions:
+    weights = np.random.default_rng(4).standard_normal(CHUNKS * CHUNK_BYTES // 4, np.float32)
+    first = await published(fleet, write_floats(tmp_path / "first", weights))
+    folder = write_floats(tmp_path / "second", tuned(weights))
+    return TwoVersions(first, await published(fleet, folder), folder, weights.nbytes)
+
+
+async def test_a_next_version_comes_as_deltas_to_those_that_have_the_last(
+    fleet: Fleet, versions: TwoVersions
+) -> None:
+    had, fresh = await fleet.nodes(3), await fleet.node("fresh")
+    await asyncio.gather(*(node.fetch(versions.first) for node in had))
+    before = [node.swarm.received_bytes.total() for node in had]
+    for path in await asyncio.gather(*(node.fetch(versions.second) for node in had)):
+        assert same(versions.folder, path)
+    for node, received in zip(had, before, strict=True):
+        assert 0 < node.swarm.received_bytes.total() - received <= 0.03 * versions.size_bytes
+    assert any(node.swarm.received_bytes["from_peer"] for node in had)
+    fleet.sent.clear()
+    assert same(versions.folder, await fresh.fetch(versions.second))
+    assert set(fleet.sent) == {versions.second}, "a chunk left the registry that nodes have"
+    assert fresh.swarm.received_bytes.total() >= versions.size_bytes
+
+
+async def test_a_base_that_is_damaged_costs_its_chunk_alone(fleet: Fleet, versions: TwoVersions) -> None:
+    one, other = await fleet.nodes(2)
+    folder = await one.fetch(versions.first)
+    await other.fetch(versions.first)
+    before = one.swarm.received_bytes.total()
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.seek(CHUNK_BYTES + 99)
+        stream.write(b"damaged!")
+    for path in await asyncio.gather(one.fetch(versions.second), other.fetch(versions.second)):
+        assert same(versions.folder, path)
+    assert one.swarm.received_bytes.total() - before <= CHUNK_BYTES + 0.03 * versions.size_bytes
+    swarm = fleet.registry.service.tracker._swarms[versions.second, versions.first]
+    assert not any(node.is_out or node.avoids for node in swarm._nodes.values()), "a peer was blamed"
+
+
+async def test_without_a_swarm_equal_chunks_are_not_fetched_again(
+    fleet: Fleet, versions: TwoVersions, tmp_path: Path
+) -> None:
+    files = ModelFiles(fleet.registry.client, tmp_path / "alone", CLOCK, max_bytes=10**9)
+    await files.fetch(MODEL, versions.first)
+    fleet.sent.clear()
+    assert same(versions.folder, await files.fetch(MODEL, versions.second))
+    assert fleet.sent.total() == 1 + CHUNKS * 3 // 4, fleet.sent  # the manifest, and the changed tensors
+    files.close()
