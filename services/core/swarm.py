@@ -24,7 +24,7 @@ from services.core.errors import OverQuota
 MAX_ORDERS: Final = 256  # most chunks that a node fetches or is to fetch
 MAX_NODES: Final = 2048
 UPLOADS: Final = 64  # most chunks that a node is to send
-LEAST_COMING, MOST_COMING = 8, 512  # bounds of the chunks that are on their way from the registry
+LEAST_COMING, MOST_COMING = 4, 512  # bounds of the chunks that are on their way from the registry
 QUORUM: Final = 2
 COUNTED_REPORTS: Final = 4  # reported nodes of one reporter that count at a time
 AVOID_S: Final = 60.0  # validity of a report of a node

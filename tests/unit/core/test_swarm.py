@@ -13,6 +13,7 @@ from services.core.errors import OverQuota
 from services.core.swarm import (
     AVOID_S,
     COUNTED_REPORTS,
+    LEAST_COMING,
     LEFT_OUT,
     MAX_NODES,
     ORDER_S,
@@ -84,14 +85,12 @@ def test_each_chunk_leaves_the_registry_once(count: int) -> None:
 
 def test_new_chunks_go_to_the_least_served() -> None:
     nodes = Nodes(100)
-    nodes.join("a", wanted=8)
+    nodes.report("a", gained=tuple(order.index for order in nodes.join("a", wanted=8).orders))
     nodes.join("b")
-    for _ in range(3):
-        nodes.at(1.0)
-        nodes.report("a", gained=tuple(range(8)))
-        fresh = [order for order in nodes.report("b", wanted=2).orders if order.peer is None]
-        assert fresh, "it was given nothing yet"
-        nodes.report("b", gained=tuple(order.index for order in fresh))
+    nodes.at(1.0)
+    fresh = nodes.report("b", wanted=1).orders
+    assert sources(ChunkOrders(fresh)) == {""}, "it was given nothing yet"
+    nodes.report("b", gained=(fresh[0].index,))
     first = nodes.report("a", wanted=1).orders[0]
     assert first.peer is not None, "it was given more than the mean, and a peer has what it lacks"
 
@@ -162,15 +161,15 @@ def test_a_bitmap_sent_again_does_not_clear_a_name() -> None:
 
 
 def test_a_silent_node_is_forgotten_and_its_chunks_are_sent_again() -> None:
-    nodes = Nodes(8)
+    nodes = Nodes(LEAST_COMING)
     fresh = nodes.join("dies", wanted=8).orders
-    nodes.step("dies", fresh[:3])
+    nodes.step("dies", fresh[:2])
     del nodes.has["dies"]
     nodes.join("a")
     nodes.at(3.0 * SILENT_S)
     assert nodes.swarm.nodes == 1
     answer = nodes.report("a", wanted=8)
-    assert sorted(order.index for order in answer.orders) == list(range(8))
+    assert sorted(order.index for order in answer.orders) == list(range(LEAST_COMING))
     assert sources(answer) == {""}
     nodes.swarm.check_integrity()
 
