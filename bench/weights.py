@@ -6,7 +6,10 @@ stated rate. The bound is size over rate: no cache has the version before one co
 1. In a swarm: ``time_over_bound`` of the slowest cache, ``origin_copies`` of the bytes that left the source.
 2. With caches killed at 60 %, which start again on their folders: ``resumed_refetched_ratio`` is what they
    fetched twice, over the size.
-3. Each from the registry, with a smaller version: ``direct_time_over_bound``, ``direct_origin_copies``.
+3. A next version, 1 % of whose elements are others, to caches of which half have the one before:
+   ``delta_bytes_ratio`` of what those receive, over the size.
+4. By libtorrent with super-seeding, in the same way: ``vs_libtorrent`` is our time over its.
+5. Each from the registry, with a smaller version: ``direct_time_over_bound``, ``direct_origin_copies``.
 
 The last line is ``RESULT {json}``. Exit status 1 when an aim is missed.
 """
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
 import time
@@ -27,8 +29,12 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
+import numpy as np
+
+from bench.engines.peers.install import install
 from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from scripts.setup_env import pip
 from services.adapters.blobs.folder import FolderBlobs
 from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
@@ -45,7 +51,16 @@ from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
 from services.worker.chunk_servicer import ChunkServicer
 
-AIMS: Final = {"time_over_bound": 1.3, "origin_copies": 1.2, "resumed_refetched_ratio": 0.02}
+AIMS: Final = {
+    "time_over_bound": 1.3,
+    "origin_copies": 1.2,
+    "delta_bytes_ratio": 0.05,
+    "resumed_refetched_ratio": 0.02,
+    "vs_libtorrent": 1.0,
+}
+LIBTORRENT: Final = "libtorrent==2.1.1"
+PEER: Final = Path(".fairway", "bench", "libtorrent")
+CHANGED: Final = 0.01  # of the elements of a next version
 MODEL: Final = "weights"
 TOKEN: Final = "b" * 40
 MIB: Final = 2**20
@@ -53,17 +68,17 @@ KILL_AT: Final = 0.6
 LIMIT_S: Final = 900.0
 
 
-class PacedBlobs(FolderBlobs):
-    """A source that sends at most ``rate`` bytes per second in all, and counts them. 0: as fast as it can."""
+class PacedRegistry(RegistryService):
+    """Sends at most ``rate`` bytes of chunks per second in all, and counts them. 0: as fast as it can."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.rate = 0.0
-        self.sent_bytes = 0
-        self._free_s = 0.0
+    rate = 0.0
+    sent_bytes = 0
+    _free_s = 0.0
 
-    async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
-        async with aclosing(super().get(digest, offset_bytes)) as pieces:
+    async def download(
+        self, digest: str, offset_bytes: int = 0, *, base: str = ""
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().download(digest, offset_bytes, base=base)) as pieces:
             async for piece in pieces:
                 if self.rate:
                     now_s = time.monotonic()
@@ -122,6 +137,7 @@ class Cache:
     ratio: float = 0.0
     done_s: float = 0.0
     received_bytes: int = 0
+    sent_bytes: int = 0
     size_bytes: int = 1
 
     async def read(self) -> None:
@@ -140,11 +156,19 @@ class Cache:
                 self.done_s = time.monotonic()
                 self.received_bytes, self.size_bytes = found["received_bytes"], found["size_bytes"]
                 self.done.set()
+            elif found["event"] == "sent":
+                self.sent_bytes = found["bytes"]
         self.ended.set()
 
     def go(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
+
+    async def stop(self) -> None:
+        """End its input, and return once it has said what it sent."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        await self.ended.wait()
 
     async def end(self) -> None:
         if self.process.returncode is None:
@@ -157,21 +181,31 @@ class Cache:
 class Bench:
     """A registry, a folder for the caches, and the processes that run."""
 
-    blobs: PacedBlobs
+    registry: PacedRegistry
     address: str
     root: Path
     caches: list[Cache] = field(default_factory=list)
     reading: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def published(self, size_bytes: int, seed: int) -> str:
-        """Return the digest of a new version of that size."""
-        folder = self.root / f"model-{seed}"
+    def folder(self, seed: int) -> Path:
+        return self.root / f"model-{seed}"
+
+    async def published(self, size_bytes: int, seed: int, *, after: int | None = None) -> str:
+        """Return the digest of a new version of that size; ``after``: a change of the one of another seed."""
+        rng, elements = np.random.default_rng(seed), size_bytes // 4
+        data = np.random.default_rng(seed if after is None else after).integers(
+            2**32, size=elements, dtype="u4"
+        )
+        if after is not None:
+            changed = rng.random(elements) < CHANGED
+            data[changed] = rng.integers(2**32, size=int(changed.sum()), dtype="u4")
+        folder = self.folder(seed)
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        header = json.dumps({"w": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}})
-        data = random.Random(seed).randbytes(size_bytes)
-        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + data)
-        self.blobs.rate = 0.0
+        header = json.dumps({"w": {"dtype": "U32", "shape": [elements], "data_offsets": [0, 4 * elements]}})
+        length = len(header).to_bytes(8, "little")
+        (folder / "model.safetensors").write_bytes(length + header.encode() + data.tobytes())
+        self.registry.rate = 0.0
         async with open_channel(self.address) as channel:
             key = auth_metadata("admin")
             done = await publish(channel, folder, MODEL, metadata=key, for_another_engine=True)
@@ -180,10 +214,13 @@ class Bench:
     async def start(self, name: str, digest: str, port: int, *, direct: bool = False) -> Cache:
         command = [sys.executable, "-m", "bench.weights", "--cache", "--registry", self.address]
         command += ["--root", str(self.root / name), "--digest", digest, "--listen", f"127.0.0.1:{port}"]
+        return await self.run(*command, *(["--direct"] if direct else []))
+
+    async def run(self, *command: str) -> Cache:
+        """Return a process that has said that it is ready."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command,
-            *(["--direct"] if direct else []),
             stdin=pipe,
             stdout=pipe,
             stderr=asyncio.subprocess.DEVNULL,
@@ -205,11 +242,12 @@ class Bench:
 
 @asynccontextmanager
 async def opened(root: Path) -> AsyncIterator[Bench]:
-    clock, blobs = SystemClock(), PacedBlobs(root / "blobs")
+    clock = SystemClock()
+    registry = PacedRegistry(MemoryStore(clock), FolderBlobs(root / "blobs"), clock)
     service = RpcService(
         registry_pb2.DESCRIPTOR.services_by_name["RegistryService"],
         registry_pb2_grpc.add_RegistryServiceServicer_to_server,
-        RegistryServicer(RegistryService(MemoryStore(clock), blobs, clock)),
+        RegistryServicer(registry),
     )
     server = RpcServer(
         [service],
@@ -219,7 +257,7 @@ async def opened(root: Path) -> AsyncIterator[Bench]:
         authenticate=lambda _: Principal("admin", KeyRole.ADMIN),
     )
     await server.start()
-    bench = Bench(blobs, f"127.0.0.1:{server.port}", root)
+    bench = Bench(registry, f"127.0.0.1:{server.port}", root)
     try:
         yield bench
     finally:
@@ -254,7 +292,7 @@ async def distribute(
     digest, rate = await bench.published(what.size_bytes, what.seed), options.rate_mib * MIB
     places = [(f"{what.seed}-{number}", digest, options.port + number) for number in range(options.nodes)]
     caches = [await bench.start(*place, direct=what.direct) for place in places]
-    bench.blobs.rate, bench.blobs.sent_bytes = rate, 0
+    bench.registry.rate, bench.registry.sent_bytes = rate, 0
     began_s = time.monotonic()
     for cache in caches:
         cache.go()
@@ -265,10 +303,62 @@ async def distribute(
         for cache in caches:
             await cache.done.wait()
     slowest_s = max(cache.done_s for cache in caches) - began_s
-    copies = bench.blobs.sent_bytes / what.size_bytes
+    copies = bench.registry.sent_bytes / what.size_bytes
     await bench.end()
     twice = sum(max(0.0, ratio - 1.0) for _, ratio in killed) / max(1, what.kills)
     return slowest_s / (what.size_bytes / rate), copies, twice
+
+
+async def by_delta(bench: Bench, options: argparse.Namespace, seed: int) -> tuple[float, float]:
+    """Send a change of the version of ``seed`` to its caches and as many without; return time over bound, and
+    the ratio of the size that the former received."""
+    size_bytes, rate, half = options.size_mib * MIB, options.rate_mib * MIB, options.nodes // 2
+    digest = await bench.published(size_bytes, seed + 1, after=seed)
+    names = [f"{seed}-{at}" if at < half else f"{seed + 1}-{at}" for at in range(options.nodes)]
+    caches = [await bench.start(name, digest, options.port + at) for at, name in enumerate(names)]
+    bench.registry.rate = rate
+    began_s = time.monotonic()
+    for cache in caches:
+        cache.go()
+    async with asyncio.timeout(LIMIT_S):
+        for cache in caches:
+            await cache.done.wait()
+    slowest_s = max(cache.done_s for cache in caches) - began_s
+    received = sum(cache.received_bytes for cache in caches[:half]) / half
+    await bench.end()
+    return slowest_s / (size_bytes / rate), received / size_bytes
+
+
+async def by_torrent(bench: Bench, options: argparse.Namespace, seed: int) -> tuple[float, float]:
+    """Return time over bound and copies that left the source, of the files of a version by libtorrent."""
+    there = await asyncio.to_thread(torrent_python)
+    size_bytes, rate = options.size_mib * MIB, options.rate_mib * MIB
+    addresses = [f"127.0.0.1:{options.port + at}" for at in range(options.nodes + 1)]
+    processes = []
+    for at, address in enumerate(addresses):
+        place = ["--upload-bytes-per-s", str(int(rate))]
+        if at:
+            place = ["--root", str(bench.root / f"torrent-{at}")]
+            Path(place[1]).mkdir()
+        command = [there, "bench/torrent.py", "--folder", str(bench.folder(seed)), "--listen", address]
+        processes.append(await bench.run(*command, *place, *addresses))
+    began_s = time.monotonic()
+    for process in processes:
+        process.go()
+    async with asyncio.timeout(LIMIT_S):
+        for process in processes[1:]:
+            await process.done.wait()
+    slowest_s = max(process.done_s for process in processes[1:]) - began_s
+    await processes[0].stop()
+    copies = processes[0].sent_bytes / size_bytes
+    await bench.end()
+    return slowest_s / (size_bytes / rate), copies
+
+
+def torrent_python() -> str:
+    """Return the interpreter of libtorrent's environment, which is made where it is missing."""
+    install(PEER, LIBTORRENT, lambda python, _: pip(python, ["install", LIBTORRENT]))
+    return str(PEER / "bin" / "python")
 
 
 async def run(options: argparse.Namespace) -> dict[str, float]:
@@ -277,16 +367,25 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         async with opened(Path(folder)) as bench:
             ratio, copies, _ = await distribute(bench, options, Distribution(size_bytes, 1))
             print(f"in a swarm: {ratio:.2f} of the bound, {copies:.2f} copies from the source", flush=True)
-            resumed = Distribution(size_bytes, 2, kills=options.kills)
+            resumed = Distribution(size_bytes, 4, kills=options.kills)
             killed, _, refetched = await distribute(bench, options, resumed)
             print(f"with kills: {killed:.2f} of the bound, {refetched:.4f} fetched twice", flush=True)
-            alone = Distribution(options.direct_mib * MIB, 3, direct=True)
+            changed, delta = await by_delta(bench, options, 1)
+            print(f"a next version: {changed:.2f} of the bound, {delta:.4f} of it as deltas", flush=True)
+            torrent, torrent_copies = await by_torrent(bench, options, 1)
+            print(f"libtorrent: {torrent:.2f} of the bound, {torrent_copies:.2f} copies", flush=True)
+            alone = Distribution(options.direct_mib * MIB, 5, direct=True)
             direct, direct_copies, _ = await distribute(bench, options, alone)
     found = {
         "time_over_bound": ratio,
         "origin_copies": copies,
         "killed_time_over_bound": killed,
+        "delta_time_over_bound": changed,
+        "delta_bytes_ratio": delta,
         "resumed_refetched_ratio": refetched,
+        "vs_libtorrent": ratio / torrent,
+        "libtorrent_time_over_bound": torrent,
+        "libtorrent_origin_copies": torrent_copies,
         "direct_time_over_bound": direct,
         "direct_origin_copies": direct_copies,
     }
