@@ -18,7 +18,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.model_files.shared_chunks import Pace, SharedChunks, SharedVersion
+from services.adapters.model_files.shared_chunks import ByteRate, SharedChunks, SharedVersion
 from services.adapters.threads import in_thread
 from services.core.errors import DeadlineExceeded, FairwayError, IntegrityError, NotFound, Unavailable
 from services.core.manifest import sha256_of
@@ -71,7 +71,7 @@ class Swarm:
         self.node = node
         self.clock = clock
         self.rng = rng
-        self.pace = Pace(download_bytes_per_s, clock)
+        self.pace = ByteRate(download_bytes_per_s, clock)
         self._changed = asyncio.Event()
 
     async def fetch(self, version: SharedVersion, take: Take) -> None:

@@ -256,7 +256,7 @@ async def test_a_chunk_that_the_registry_damages_twice_ends_the_fetch(fleet: Fle
             async for piece in pieces:
                 yield piece if chunk != weights.chunks[3] else bytes([piece[0] ^ 1]) + piece[1:]
 
-    fleet.origin.get = spoiled  # type: ignore[method-assign]
+    fleet.origin.get = spoiled  # type: ignore[method-assign,assignment]
     node = await fleet.node("node")
     with pytest.raises(IntegrityError) as caught:
         await node.fetch(digest)
