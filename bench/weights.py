@@ -253,7 +253,7 @@ async def distribute(
     """Return time over bound, copies that left the source, and what killed caches fetched twice."""
     digest, rate = await bench.published(what.size_bytes, what.seed), options.rate_mib * MIB
     places = [(f"{what.seed}-{number}", digest, options.port + number) for number in range(options.nodes)]
-    caches = [await bench.start(*place, direct=what.direct) for place in places]
+    caches = await asyncio.gather(*(bench.start(*place, direct=what.direct) for place in places))
     bench.blobs.rate, bench.blobs.sent_bytes = rate, 0
     began_s = time.monotonic()
     for cache in caches:

@@ -72,7 +72,7 @@ class _SimNode:
 
 @dataclass(slots=True)
 class SwarmOutcome:
-    """``done_s`` is of the honest nodes that live, sorted; inf for one never done. Other fields count pieces."""
+    """``done_s`` is of the honest nodes that live, sorted, inf for one never done; the rest counts pieces."""
 
     done_s: tuple[float, ...] = ()
     from_source: int = 0
