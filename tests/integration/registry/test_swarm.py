@@ -24,9 +24,9 @@ from services.adapters.model_files import swarm as node_side
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.model_files.shared_chunks import SharedChunks
 from services.adapters.model_files.swarm import Swarm
-from services.core.errors import IntegrityError
+from services.core.errors import IntegrityError, StoreUnavailable
 from services.core.manifest import CHUNK_BYTES
-from services.core.swarm import ChunkPeer
+from services.core.swarm import ChunkOrders, ChunkPeer
 from services.rpc.channel import RoleChannel
 from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
@@ -230,6 +230,19 @@ async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path
     for task in tasks:
         assert same(folder, await task)
     assert fleet.sent.total() == 0
+
+
+async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    node = await fleet.node("node")
+    await node.files.readable(MODEL, digest)
+
+    async def unavailable(*_: object) -> ChunkOrders:
+        raise StoreUnavailable("no store")
+
+    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign]
+    assert same(folder, await node.fetch(digest))
+    assert fleet.copies(digest) == 1.0
 
 
 async def test_a_registry_that_is_back_learns_what_the_nodes_have(fleet: Fleet, folder: Path) -> None:
