@@ -240,7 +240,7 @@ async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, fol
     async def unavailable(*_: object) -> ChunkOrders:
         raise StoreUnavailable("no store")
 
-    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign]
+    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign,assignment]
     assert same(folder, await node.fetch(digest))
     assert fleet.copies(digest) == 1.0
 
