@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
 import time
@@ -169,7 +168,8 @@ class Bench:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         header = json.dumps({"w": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}})
-        data = random.Random(seed).randbytes(size_bytes)
+        rng = Random(seed)
+        data = b"".join(rng.randbytes(MIB) for _ in range(size_bytes // MIB))
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + data)
         self.blobs.rate = 0.0
         async with open_channel(self.address) as channel:
