@@ -291,7 +291,7 @@ async def distribute(
     """Return time over bound, copies that left the source, and what killed caches fetched twice."""
     digest, rate = await bench.published(what.size_bytes, what.seed), options.rate_mib * MIB
     places = [(f"{what.seed}-{number}", digest, options.port + number) for number in range(options.nodes)]
-    caches = [await bench.start(*place, direct=what.direct) for place in places]
+    caches = await asyncio.gather(*(bench.start(*place, direct=what.direct) for place in places))
     bench.registry.rate, bench.registry.sent_bytes = rate, 0
     began_s = time.monotonic()
     for cache in caches:
@@ -315,7 +315,9 @@ async def by_delta(bench: Bench, options: argparse.Namespace, seed: int) -> tupl
     size_bytes, rate, half = options.size_mib * MIB, options.rate_mib * MIB, options.nodes // 2
     digest = await bench.published(size_bytes, seed + 1, after=seed)
     names = [f"{seed}-{at}" if at < half else f"{seed + 1}-{at}" for at in range(options.nodes)]
-    caches = [await bench.start(name, digest, options.port + at) for at, name in enumerate(names)]
+    caches = await asyncio.gather(
+        *(bench.start(name, digest, options.port + at) for at, name in enumerate(names))
+    )
     bench.registry.rate = rate
     began_s = time.monotonic()
     for cache in caches:

@@ -70,15 +70,15 @@ class _SimNode:
     fetching: dict[int, None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SwarmOutcome:
-    """``done_s`` is of the honest nodes that live, sorted; inf for one that was never done."""
+    """``done_s`` is of the honest nodes that live, sorted, inf for one never done; the rest counts pieces."""
 
-    done_s: tuple[float, ...]
-    from_source: int  # pieces
-    from_peers: int
-    damaged: int
-    across_zones: int
+    done_s: tuple[float, ...] = ()
+    from_source: int = 0
+    from_peers: int = 0
+    damaged: int = 0
+    across_zones: int = 0
 
     def over_bound(self, quantile: float, spec: SwarmSpec) -> float:
         return self.done_s[min(len(self.done_s) - 1, int(quantile * len(self.done_s)))] / spec.bound_s
@@ -101,7 +101,8 @@ class SwarmWorld:
         self._window = max(8, int(_WINDOW_S * spec.node_rate / spec.piece_bytes))
         self._source_free_s = 0.0
         self._events: list[tuple[float, int, _SimNode, ChunkOrder | None, int]] = []
-        self._number = self._from_source = self._from_peers = self._damaged = self._across = 0
+        self._number = 0
+        self._found = SwarmOutcome()
 
     def run(self) -> SwarmOutcome:
         """Return what became of the distribution, at most ten times the bound later."""
@@ -123,8 +124,8 @@ class SwarmWorld:
             else:
                 self._arrive(node, order, now_s, is_lost=stage == _LOST)
                 left -= node.done_s == now_s and node.dies_s == math.inf
-        done_s = tuple(sorted(node.done_s for node in honest))
-        return SwarmOutcome(done_s, self._from_source, self._from_peers, self._damaged, self._across)
+        self._found.done_s = tuple(sorted(node.done_s for node in honest))
+        return self._found
 
     def _at(self, at_s: float, node: _SimNode, order: ChunkOrder | None, stage: int = _SENT) -> None:
         self._number += 1
@@ -153,7 +154,7 @@ class SwarmWorld:
         spec = self._spec
         node.fetching[order.index] = None
         if order.peer is None:
-            self._from_source += 1
+            self._found.from_source += 1
             self._source_free_s = max(now_s, self._source_free_s) + spec.piece_bytes / spec.source_rate
             sent_s = self._source_free_s
         else:
@@ -170,11 +171,11 @@ class SwarmWorld:
         if order.peer is not None:
             sender = self._nodes[order.peer.address]
             if sender.lies or is_lost:
-                self._damaged += 1
+                self._found.damaged += 1
                 node.failed.append(FailedChunk(order.index, order.peer.address))
                 return
-            self._from_peers += 1
-            self._across += sender.peer.zone != node.peer.zone
+            self._found.from_peers += 1
+            self._found.across_zones += sender.peer.zone != node.peer.zone
         node.gained.append(order.index)
         node.has += 1
         if node.has == self._spec.pieces:
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     size_bytes, piece_bytes = options.size_gb * 1e9, options.piece_mib * 2**20
     spec = SwarmSpec(options.nodes, size_bytes=size_bytes, piece_bytes=piece_bytes, seed=options.seed)
-    began_s = time.monotonic()
+    began_s = time.process_time()
     found = SwarmWorld(spec, ChunkSwarm(spec.pieces, Random(spec.seed))).run()
     result = {
         "bound_s": round(spec.bound_s, 1),
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
         "across_zones_ratio": round(found.across_zones / max(1, found.from_peers), 3),
         "nodes": spec.nodes,
         "pieces": spec.pieces,
-        "took_s": round(time.monotonic() - began_s, 1),
+        "cpu_s": round(time.process_time() - began_s, 1),
     }
     missed = [name for name, most in AIMS.items() if not result[name] <= most]
     print(f"RESULT {json.dumps(result)}")

@@ -125,7 +125,7 @@ class SharedVersion:
         raise NotFound(f"chunk {index} of {self.digest} is not here")
 
 
-class Pace:
+class ByteRate:
     """Bytes per second of one direction of this node. 0: no bound."""
 
     def __init__(self, rate: int, clock: Clock) -> None:
@@ -147,7 +147,7 @@ class SharedChunks:
     def __init__(self, clock: Clock, *, bytes_per_s: int = 0) -> None:
         self.versions: dict[tuple[str, str], SharedVersion] = {}
         self.sent_bytes = 0
-        self._pace = Pace(bytes_per_s, clock)
+        self._pace = ByteRate(bytes_per_s, clock)
         self._turns = asyncio.Semaphore(UPLOADS)
 
     async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:

@@ -18,7 +18,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.model_files.shared_chunks import Pace, SharedChunks, SharedVersion
+from services.adapters.model_files.shared_chunks import ByteRate, SharedChunks, SharedVersion
 from services.adapters.threads import in_thread
 from services.core.errors import DeadlineExceeded, FairwayError, IntegrityError, NotFound, Unavailable
 from services.core.swarm import (
@@ -43,6 +43,7 @@ PARALLEL: Final = 8  # chunks that are received at once
 _REGISTRY_STALL_S: Final = 30.0  # as long as a chunk may wait for its turn there
 _LEAST_ORDERS: Final = 8
 _RETRY_S: Final = 0.5
+_UNTRACKED: Final = 2  # orders to a registry that does not track
 _ANNOUNCE_RETRY_S: Final = 5.0
 _LOOK_S: Final = 1.0
 _MOST_GAINED: Final = 4096  # of one report
@@ -70,7 +71,7 @@ class Swarm:
         self.node = node
         self.clock = clock
         self.rng = rng
-        self.pace = Pace(download_bytes_per_s, clock)
+        self.pace = ByteRate(download_bytes_per_s, clock)
         self._changed = asyncio.Event()
 
     async def fetch(self, version: SharedVersion, take: Take) -> None:
@@ -202,12 +203,14 @@ class _Fetch:
         return answer.next_report_s
 
     def _request_at_random(self, wanted: int) -> None:
+        """Queue orders to known peers; without any, a few to the registry, which may lack its store alone."""
         now_s, rng = self._clock.monotonic_s(), self._swarm.rng
         others = [peer for peer in self._peers if peer.address != self._swarm.node.address]
         peers = [peer for peer in others if self._avoided.get(peer.address, now_s) <= now_s]
         lacking = [index for index in self._lacking if index not in self._open]
-        for index in rng.sample(lacking, max(0, min(wanted, len(lacking)))) if peers else ():
-            self._add(ChunkOrder(index, rng.choice(peers)))
+        most = min(wanted if peers else _UNTRACKED, len(lacking))
+        for index in rng.sample(lacking, max(0, most)):
+            self._add(ChunkOrder(index, rng.choice(peers) if peers else None))
 
     def _add(self, order: ChunkOrder) -> None:
         if order.index in self._lacking and order.index not in self._open:

@@ -26,9 +26,9 @@ from services.adapters.model_files import swarm as node_side
 from services.adapters.model_files.cache import ModelFiles
 from services.adapters.model_files.shared_chunks import SharedChunks
 from services.adapters.model_files.swarm import Swarm
-from services.core.errors import IntegrityError
+from services.core.errors import IntegrityError, StoreUnavailable
 from services.core.manifest import CHUNK_BYTES
-from services.core.swarm import ChunkPeer
+from services.core.swarm import ChunkOrders, ChunkPeer
 from services.rpc.channel import RoleChannel
 from services.rpc.server import RpcServer, RpcService
 from services.runtime.clock import SystemClock
@@ -219,7 +219,7 @@ async def test_a_node_that_dies_resumes_without_fetching_again(fleet: Fleet, fol
     assert refetched <= 0.02 * size, "verified chunks were fetched again"
 
 
-async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path, tmp_path: Path) -> None:
+async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path) -> None:
     digest = await published(fleet, folder)
     await (await fleet.node("seed")).fetch(digest)
     nodes = await fleet.nodes(2, down=12 * 2**20)
@@ -228,10 +228,23 @@ async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path
         await asyncio.sleep(0.01)
     fleet.sent.clear()
     await fleet.registry.server.stop(0)
+    assert not any(task.done() for task in tasks)
     for task in tasks:
-        assert not task.done()
         assert same(folder, await task)
     assert fleet.sent.total() == 0
+
+
+async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    node = await fleet.node("node")
+    await node.files.readable(MODEL, digest)
+
+    async def unavailable(*_: object) -> ChunkOrders:
+        raise StoreUnavailable("no store")
+
+    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign,assignment]
+    assert same(folder, await node.fetch(digest))
+    assert fleet.copies(digest) == 1.0
 
 
 async def test_a_registry_that_is_back_learns_what_the_nodes_have(fleet: Fleet, folder: Path) -> None:
@@ -258,7 +271,7 @@ async def test_a_chunk_that_the_registry_damages_twice_ends_the_fetch(fleet: Fle
             async for piece in pieces:
                 yield piece if chunk != weights.chunks[3] else bytes([piece[0] ^ 1]) + piece[1:]
 
-    fleet.origin.get = spoiled  # type: ignore[method-assign]
+    fleet.origin.get = spoiled  # type: ignore[method-assign,assignment]
     node = await fleet.node("node")
     with pytest.raises(IntegrityError) as caught:
         await node.fetch(digest)
