@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety sim sim-tests sim-scale sim-handoff sim-elastic sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -271,6 +271,9 @@ sim-batching: setup-dev ## Compare the derived batch window with the best fixed 
 sim-elastic: setup-dev ## Simulate a day of two pools under our scaler and three others (about 15 minutes)
 	$(BIN)/python -m simulator elastic $(ARGS)
 
+sim-weights: setup-dev ## Simulate a version of 500 GB that 1,000 nodes fetch from a thin source (about 5 minutes)
+	$(BIN)/python -m simulator weights $(ARGS)
+
 bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
 	$(BIN)/python -m bench.batch_costs $(ARGS)
 
@@ -294,6 +297,9 @@ bench-admission: setup-dev ## Measure reservations, leases, metering, and the ga
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)
 	$(BIN)/python -m bench.idle $(ARGS)
+
+bench-weights: setup-dev ## Compare how a version reaches 24 caches from a thin source with libtorrent (12 minutes)
+	$(BIN)/python -m bench.weights $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)

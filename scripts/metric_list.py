@@ -35,6 +35,7 @@ _ROLES: Final = {
     "scheduler/": "scheduler",
     "worker/": "worker",
     "app/roles/worker": "worker",
+    "app/roles/shared": "worker",
     "registry/": "registry",
     "adapters/blobs/": "registry",
     "adapters/usage/": "gateway and worker",

@@ -18,6 +18,7 @@ COMMANDS: Final = {
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "handoff": ("simulator.handoff.map", "map where prefill and decode apart serve more"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),
+    "weights": ("simulator.lab.weights", "distribute a version to a thousand nodes from a thin source"),
     "elastic": ("simulator.elastic.day", "run a day of two pools under four scalers"),
     "capacity": ("simulator.capacity.plan", "plan the nodes that a load needs"),
     "calibrate": ("simulator.engine.calibrate", "fit a cost model to measured steps"),

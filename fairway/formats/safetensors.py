@@ -10,12 +10,14 @@ The number of tensors is limited before the header is parsed, which takes some m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 16 * 1024 * 1024
+ALIGNED_BYTES: Final = 1024 * 1024  # the least size of a tensor with chunks of its own
 MAX_TENSORS: Final = 100_000  # per file; the largest published checkpoints have some thousands
 _MAX_RANK: Final = 16
 _METADATA: Final = "__metadata__"
@@ -57,6 +59,21 @@ def tensors_of(header: bytes) -> dict[str, TensorHeader]:
     for name, entry in found.items():
         _place(name, entry)
     return {name: TensorHeader(entry["dtype"], tuple(entry["shape"])) for name, entry in found.items()}
+
+
+def chunk_starts(header: bytes, file_bytes: int, chunk_bytes: int) -> list[int]:
+    """Return where chunks of at most ``chunk_bytes`` begin, so that equal tensors give equal chunks.
+
+    Each tensor of ``ALIGNED_BYTES`` or more begins one, and so does what follows it. Thus a longer header or
+    another tensor shifts no chunk beyond the next such tensor. Raises BadHeader.
+    """
+    entries = _decoded(header, dict[str, msgspec.Raw])
+    entries.pop(_METADATA, None)
+    data = LENGTH_BYTES + len(header)
+    places = [_place(name, _decoded(entry, Any)) for name, entry in entries.items()]
+    large = [place for place in places if place[1] - place[0] >= ALIGNED_BYTES]
+    cuts = sorted({0, file_bytes, *(data + at for place in large for at in place)})
+    return [start for begin, end in pairwise(cuts) for start in range(begin, end, chunk_bytes)]
 
 
 def metadata_of(header: bytes) -> dict[str, str]:

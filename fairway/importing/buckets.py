@@ -18,9 +18,11 @@ from obstore.store import S3Store
 
 from fairway.importing.sources import (
     MAX_FILES,
+    Counted,
     ImportRefused,
     Origin,
     Report,
+    fetch_all,
     model_name,
     require_room,
     unreachable,
@@ -36,7 +38,7 @@ _CONNECT: Final = timedelta(seconds=5)
 _REQUEST: Final = timedelta(minutes=5)
 
 
-def origin(source: str, report: Report) -> Origin:
+def origin(source: str, report: Report, most_bytes_per_s: int) -> Origin:
     """Return the objects below ``s3://BUCKET/PREFIX`` as they are now. Raises ImportRefused."""
     bucket, _, prefix = source.removeprefix("s3://").strip("/").partition("/")
     if not bucket:
@@ -60,18 +62,19 @@ def origin(source: str, report: Report) -> Origin:
     state = sorted(f"{name} {_tag(found)}" for name, found in objects.items())
 
     def fetch(folder: Path) -> tuple[str, ...]:
-        total = sum(found["size"] for found in objects.values())
-        require_room(folder, total, source)
-        done = 0
-        for name, found in objects.items():
+        sizes = {name: found["size"] for name, found in objects.items()}
+        require_room(folder, sum(sizes.values()), source)
+
+        def download(name: str, counted: Counted) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                for size in _download(store, found, target):
-                    report("fetching", done + size, total)
+                for size in _download(store, objects[name], target):
+                    counted(size)
             except (BaseError, OSError) as error:
                 raise unreachable(f"{source}/{name}", error, check=_CHECK) from error
-            done += found["size"]
+
+        fetch_all(sizes, download, report, most_bytes_per_s)
         return (f"objects: {len(objects)} of {source}",)
 
     digest = hashlib.sha256("\n".join(state).encode()).hexdigest()
@@ -89,6 +92,7 @@ def _download(store: S3Store, found: Mapping[str, Any], target: Path) -> Iterato
         return
     part = target.with_name(f".{target.name}.part")
     with part.open("ab") as out:
+        yield out.tell()
         for start in range(out.tell(), found["size"], _PIECE):
             end = min(start + _PIECE, found["size"])
             options: GetOptions = {"range": (start, end)}

@@ -16,9 +16,11 @@ from fairway.formats.version_files import GATEWAY_FILES
 from fairway.importing.sources import (
     GGUF,
     MAX_FILES,
+    Counted,
     ImportRefused,
     Origin,
     Report,
+    fetch_all,
     missing_extra,
     model_name,
     require_room,
@@ -30,7 +32,7 @@ _CHECK: Final = "the name, HF_ENDPOINT, and HF_TOKEN for a private model"
 _SOURCE: Final = re.compile(r"hf://([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?", re.ASCII)
 
 
-def origin(source: str, report: Report) -> Origin:
+def origin(source: str, report: Report, most_bytes_per_s: int) -> Origin:
     """Return the commit of ``hf://ORG/NAME@REVISION``. Raises ImportRefused."""
     try:
         from huggingface_hub import HfApi
@@ -62,20 +64,23 @@ def origin(source: str, report: Report) -> Origin:
     licence = info.card_data.get("license") if info.card_data else None
 
     def fetch(folder: Path) -> tuple[str, ...]:
-        total, done = sum(file.size or 0 for file in files), 0
-        require_room(folder, total, repository)
-        for file in files:
+        by_name = {file.rfilename: file for file in files}
+        sizes = {name: file.size or 0 for name, file in by_name.items()}
+        require_room(folder, sum(sizes.values()), repository)
+
+        def download(name: str, counted: Counted) -> None:
             try:
-                _download(repository, commit, file, folder / file.rfilename, _reporting(report, done, total))
+                _download(repository, commit, by_name[name], folder / name, counted)
             except (HTTPError, OSError) as error:
-                raise unreachable(f"{file.rfilename} of {repository}", error, check=_CHECK) from error
-            done += file.size or 0
+                raise unreachable(f"{name} of {repository}", error, check=_CHECK) from error
+
+        fetch_all(sizes, download, report, most_bytes_per_s)
         return (f"licence: {licence or 'the hub states none'}", f"revision: {revision} is commit {commit}")
 
     return Origin(f"hf:{repository}@{commit}", model_name(repository.partition("/")[2]), fetch)
 
 
-def _download(repository: str, commit: str, file: Any, target: Path, progress: Any) -> None:
+def _download(repository: str, commit: str, file: Any, target: Path, counted: Counted) -> None:
     """Download a file of a commit after the bytes of an earlier attempt, and compare it with its digest.
 
     ``hf_hub_download`` begins a file again in each process.
@@ -85,6 +90,7 @@ def _download(repository: str, commit: str, file: Any, target: Path, progress: A
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     if target.exists():
+        counted(file.size or 0)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
@@ -97,7 +103,7 @@ def _download(repository: str, commit: str, file: Any, target: Path, progress: A
             resume_size=out.tell(),
             headers=build_hf_headers(),
             expected_size=file.size,
-            tqdm_class=progress,
+            tqdm_class=_counting(counted),
         )
         out.seek(0)
         if file.lfs and hashlib.file_digest(out, "sha256").hexdigest() != file.lfs.sha256:
@@ -112,18 +118,19 @@ def _is_part(name: str) -> bool:
     return wanted(name) and not name.lower().endswith(GGUF) and ("/" not in name or known)
 
 
-def _reporting(report: Report, before: int, total: int) -> Any:
-    """Return a class in place of tqdm's that reports the bytes of one file after those before it."""
+def _counting(counted: Counted) -> Any:
+    """Return a class in place of tqdm's that states how many bytes of a file are there."""
     from tqdm import tqdm
 
-    class Reporting(tqdm):  # type: ignore[misc]
+    class Counting(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._done = int(options.get("initial") or 0)
+            counted(self._done)
             options.pop("name", None)
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             self._done += int(n or 0)
-            report("fetching", before + self._done, total)
+            counted(self._done)
 
-    return Reporting
+    return Counting

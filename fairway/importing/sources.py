@@ -11,7 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,10 +24,12 @@ from fairway.formats.generation import GENERATION_CONFIG
 from fairway.formats.version_files import name_problem
 
 MAX_FILES: Final = 10_000
+PARALLEL: Final = 4  # files of a source that are fetched at once
 GGUF: Final = ".gguf"
 
 Phase = Literal["fetching", "converting"]
 Report = Callable[[Phase, int, int], object]  # done and total bytes; a total of 0 is unknown
+Counted = Callable[[int], None]  # receiver of how many bytes of a file are there
 
 
 class ImportRefused(Exception):
@@ -71,9 +76,16 @@ class Changes:
 UNCHANGED: Final = Changes()
 
 
-def import_source(source: str, cache: Path, report: Report, changes: Changes = UNCHANGED) -> Imported:
-    """Return a source's checkpoint. Raises ImportRefused, OSError."""
-    origin = origin_of(source, report)
+def import_source(
+    source: str,
+    cache: Path,
+    report: Report,
+    changes: Changes = UNCHANGED,
+    *,
+    most_bytes_per_s: int = 0,
+) -> Imported:
+    """Return a source's checkpoint. 0 bytes per second: without a bound. Raises ImportRefused, OSError."""
+    origin = origin_of(source, report, most_bytes_per_s)
     place = place_of(origin, cache, changes)
     folder, facts = place / "checkpoint", place / "facts.json"
     if not folder.is_dir():
@@ -114,7 +126,7 @@ def place_of(origin: Origin, cache: Path, changes: Changes) -> Path:
     return cache / f"{origin.name}-{key}"
 
 
-def origin_of(source: str, report: Report) -> Origin:
+def origin_of(source: str, report: Report, most_bytes_per_s: int = 0) -> Origin:
     """Return the state of a source as it is now. Raises ImportRefused, OSError."""
     from fairway.importing import buckets, hub, packages
 
@@ -122,9 +134,9 @@ def origin_of(source: str, report: Report) -> Origin:
     if separator and kind == "pypi":
         return packages.origin(rest, report)
     if source.startswith("hf://"):
-        return hub.origin(source, report)
+        return hub.origin(source, report, most_bytes_per_s)
     if source.startswith("s3://"):
-        return buckets.origin(source, report)
+        return buckets.origin(source, report, most_bytes_per_s)
     path = Path(source).expanduser().resolve()
     if path.suffix.lower() != GGUF or not path.is_file():
         raise ImportRefused(
@@ -189,6 +201,49 @@ def unreachable(what: str, error: Exception, *, check: str) -> ImportRefused:
         f"cannot fetch {what}: {cause}",
         next_step=f"check {check}; then run it again: what was fetched is kept",
     )
+
+
+class _Ended(Exception):
+    """Another file of the source failed."""
+
+
+def fetch_all(
+    sizes: Mapping[str, int],
+    download: Callable[[str, Counted], object],
+    report: Report,
+    most_bytes_per_s: int,
+) -> None:
+    """Download files, ``PARALLEL`` at once. 0 bytes per second: without a bound.
+
+    ``download`` states how many bytes of its file are there before the first that it receives, and then as
+    they come. The first error ends the rest and is raised.
+    """
+    there: dict[str, int] = {}
+    total, began_s, received = sum(sizes.values()), time.monotonic(), 0
+    lock, is_over = threading.Lock(), threading.Event()
+
+    def one(name: str) -> None:
+        def counted(size: int) -> None:
+            nonlocal received
+            with lock:
+                if is_over.is_set():
+                    raise _Ended
+                received += size - there.get(name, size)
+                there[name] = size
+                report("fetching", sum(there.values()), total)
+                due_s = began_s + (received / most_bytes_per_s if most_bytes_per_s else 0.0)
+            is_over.wait(max(0.0, due_s - time.monotonic()))
+
+        download(name, counted)
+
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        try:
+            for done in as_completed([pool.submit(one, name) for name in sizes]):
+                done.result()
+        except BaseException:
+            is_over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def require_room(folder: Path, needed: int, what: str) -> None:

@@ -30,6 +30,7 @@ class ManifestFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    CHUNK_STARTS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Relative, with forward slashes, without `.` and `..`."""
     size_bytes: _builtins.int
@@ -37,6 +38,10 @@ class ManifestFile(_message.Message):
     """sha256:<64 hex digits>, here and below."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def chunk_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The offset of each chunk. Without any, all but the last chunk have 4 MiB."""
+
     def __init__(
         self,
         *,
@@ -44,10 +49,11 @@ class ManifestFile(_message.Message):
         size_bytes: _builtins.int = ...,
         digest: _builtins.str = ...,
         chunks: _abc.Iterable[_builtins.str] | None = ...,
+        chunk_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "digest", b"digest", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_starts", b"chunk_starts", "chunks", b"chunks", "digest", b"digest", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,17 +353,21 @@ class DownloadChunkRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     offset_bytes: _builtins.int
+    base: _builtins.str
+    """A chunk of the same size that the caller has: the answer may be the delta from it."""
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         offset_bytes: _builtins.int = ...,
+        base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset_bytes", b"offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "digest", b"digest", "offset_bytes", b"offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +391,171 @@ class DownloadChunkResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DownloadChunkResponse: _TypeAlias = DownloadChunkResponse  # noqa: Y015
+
+@_typing.final
+class ChunkPeer(_message.Message):
+    """A node that serves chunks to others, by ChunkService."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    role: _builtins.str
+    """The role of its certificate."""
+    zone: _builtins.str
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        role: _builtins.str = ...,
+        zone: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "role", b"role", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkPeer: _TypeAlias = ChunkPeer  # noqa: Y015
+
+@_typing.final
+class FailedChunk(_message.Message):
+    """A chunk that was ordered and did not arrive, or with other bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    address: _builtins.str
+    """The peer that is to blame. Empty: none is."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedChunk: _TypeAlias = FailedChunk  # noqa: Y015
+
+@_typing.final
+class ExchangeChunksRequest(_message.Message):
+    """Chunks are counted over the distinct chunks of the version's files, and of an adapter's base, in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
+    GAINED_FIELD_NUMBER: _builtins.int
+    FETCHING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version_digest: _builtins.str
+    have: _builtins.bytes
+    """A bit for each chunk that it has, the lowest first. Empty: as reported before, and what it gained."""
+    wanted: _builtins.int
+    base_digest: _builtins.str
+    """The version from which the node makes what it lacks: it fetches from nodes that have that one too."""
+    @_builtins.property
+    def node(self) -> Global___ChunkPeer: ...
+    @_builtins.property
+    def gained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def fetching(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ordered before, and not done."""
+
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailedChunk]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version_digest: _builtins.str = ...,
+        node: Global___ChunkPeer | None = ...,
+        have: _builtins.bytes = ...,
+        gained: _abc.Iterable[_builtins.int] | None = ...,
+        fetching: _abc.Iterable[_builtins.int] | None = ...,
+        failed: _abc.Iterable[Global___FailedChunk] | None = ...,
+        wanted: _builtins.int = ...,
+        base_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "failed", b"failed", "fetching", b"fetching", "gained", b"gained", "have", b"have", "model", b"model", "node", b"node", "version_digest", b"version_digest", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeChunksRequest: _TypeAlias = ExchangeChunksRequest  # noqa: Y015
+
+@_typing.final
+class ChunkOrder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    @_builtins.property
+    def peer(self) -> Global___ChunkPeer:
+        """Unset: the registry."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        peer: Global___ChunkPeer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkOrder: _TypeAlias = ChunkOrder  # noqa: Y015
+
+@_typing.final
+class ExchangeChunksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    RESEND_FIELD_NUMBER: _builtins.int
+    NEXT_REPORT_FIELD_NUMBER: _builtins.int
+    resend: _builtins.bool
+    """The registry lacks what the node has: the next report is to have the bitmap."""
+    @_builtins.property
+    def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkOrder]: ...
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkPeer]:
+        """Some that have chunks of the version, to ask while no registry answers."""
+
+    @_builtins.property
+    def next_report(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        orders: _abc.Iterable[Global___ChunkOrder] | None = ...,
+        peers: _abc.Iterable[Global___ChunkPeer] | None = ...,
+        resend: _builtins.bool = ...,
+        next_report: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["next_report", b"next_report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_report", b"next_report", "orders", b"orders", "peers", b"peers", "resend", b"resend"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExchangeChunksResponse: _TypeAlias = ExchangeChunksResponse  # noqa: Y015
 
 @_typing.final
 class CreateVersionRequest(_message.Message):

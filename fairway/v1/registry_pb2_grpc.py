@@ -49,6 +49,11 @@ class RegistryServiceStub:
                 request_serializer=fairway_dot_v1_dot_registry__pb2.DownloadChunkRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_registry__pb2.DownloadChunkResponse.FromString,
                 _registered_method=True)
+        self.ExchangeChunks = channel.unary_unary(
+                '/fairway.v1.RegistryService/ExchangeChunks',
+                request_serializer=fairway_dot_v1_dot_registry__pb2.ExchangeChunksRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_registry__pb2.ExchangeChunksResponse.FromString,
+                _registered_method=True)
         self.CreateVersion = channel.unary_unary(
                 '/fairway.v1.RegistryService/CreateVersion',
                 request_serializer=fairway_dot_v1_dot_registry__pb2.CreateVersionRequest.SerializeToString,
@@ -125,6 +130,14 @@ class RegistryServiceServicer:
 
     def DownloadChunk(self, request, context):
         """Stream a chunk from an offset on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExchangeChunks(self, request, context):
+        """Report what a node has of a version and receive which chunks it fetches next, and from where. The registry
+        keeps reports in memory, and for as long as their nodes send further ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +233,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.DownloadChunk,
                     request_deserializer=fairway_dot_v1_dot_registry__pb2.DownloadChunkRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_registry__pb2.DownloadChunkResponse.SerializeToString,
+            ),
+            'ExchangeChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeChunks,
+                    request_deserializer=fairway_dot_v1_dot_registry__pb2.ExchangeChunksRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_registry__pb2.ExchangeChunksResponse.SerializeToString,
             ),
             'CreateVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateVersion,
@@ -358,6 +376,33 @@ class RegistryService:
             '/fairway.v1.RegistryService/DownloadChunk',
             fairway_dot_v1_dot_registry__pb2.DownloadChunkRequest.SerializeToString,
             fairway_dot_v1_dot_registry__pb2.DownloadChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.RegistryService/ExchangeChunks',
+            fairway_dot_v1_dot_registry__pb2.ExchangeChunksRequest.SerializeToString,
+            fairway_dot_v1_dot_registry__pb2.ExchangeChunksResponse.FromString,
             options,
             channel_credentials,
             insecure,

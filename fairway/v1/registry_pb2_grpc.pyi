@@ -37,6 +37,10 @@ class RegistryServiceStub:
     """Store one chunk: a header, then its bytes. Verified while it streams; stored whole or not at all."""
     DownloadChunk: _grpc.UnaryStreamMultiCallable[_registry_pb2.DownloadChunkRequest, _registry_pb2.DownloadChunkResponse]
     """Stream a chunk from an offset on."""
+    ExchangeChunks: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ExchangeChunksRequest, _registry_pb2.ExchangeChunksResponse]
+    """Report what a node has of a version and receive which chunks it fetches next, and from where. The registry
+    keeps reports in memory, and for as long as their nodes send further ones.
+    """
     CreateVersion: _grpc.UnaryUnaryMultiCallable[_registry_pb2.CreateVersionRequest, _registry_pb2.CreateVersionResponse]
     """Make a version of stored chunks. The same manifest again returns the version that is there."""
     GetVersion: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GetVersionRequest, _registry_pb2.GetVersionResponse]
@@ -65,6 +69,10 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Store one chunk: a header, then its bytes. Verified while it streams; stored whole or not at all."""
     DownloadChunk: _aio.UnaryStreamMultiCallable[_registry_pb2.DownloadChunkRequest, _registry_pb2.DownloadChunkResponse]  # type: ignore[assignment]
     """Stream a chunk from an offset on."""
+    ExchangeChunks: _aio.UnaryUnaryMultiCallable[_registry_pb2.ExchangeChunksRequest, _registry_pb2.ExchangeChunksResponse]  # type: ignore[assignment]
+    """Report what a node has of a version and receive which chunks it fetches next, and from where. The registry
+    keeps reports in memory, and for as long as their nodes send further ones.
+    """
     CreateVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.CreateVersionRequest, _registry_pb2.CreateVersionResponse]  # type: ignore[assignment]
     """Make a version of stored chunks. The same manifest again returns the version that is there."""
     GetVersion: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetVersionRequest, _registry_pb2.GetVersionResponse]  # type: ignore[assignment]
@@ -108,6 +116,16 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.DownloadChunkResponse], _abc.AsyncIterator[_registry_pb2.DownloadChunkResponse]]:
         """Stream a chunk from an offset on."""
+
+    @_abc_1.abstractmethod
+    def ExchangeChunks(
+        self,
+        request: _registry_pb2.ExchangeChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.ExchangeChunksResponse, _abc.Awaitable[_registry_pb2.ExchangeChunksResponse]]:
+        """Report what a node has of a version and receive which chunks it fetches next, and from where. The registry
+        keeps reports in memory, and for as long as their nodes send further ones.
+        """
 
     @_abc_1.abstractmethod
     def CreateVersion(

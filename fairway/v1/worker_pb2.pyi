@@ -144,6 +144,52 @@ VERSION_STATE_RETIRING: VersionState.ValueType  # 7
 Global___VersionState: _TypeAlias = VersionState  # noqa: Y015
 
 @_typing.final
+class ReadChunkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    index: _builtins.int
+    """As in ExchangeChunksRequest."""
+    base_digest: _builtins.str
+    """A version that the caller has: the answer may be the chunk's delta from it."""
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        index: _builtins.int = ...,
+        base_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_digest", b"base_digest", "index", b"index", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunkRequest: _TypeAlias = ReadChunkRequest  # noqa: Y015
+
+@_typing.final
+class ReadChunkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadChunkResponse: _TypeAlias = ReadChunkResponse  # noqa: Y015
+
+@_typing.final
 class FollowRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -258,3 +258,79 @@ class FollowerService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ChunkServiceStub:
+    """Served by workers and followers alike.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ReadChunk = channel.unary_stream(
+                '/fairway.v1.ChunkService/ReadChunk',
+                request_serializer=fairway_dot_v1_dot_worker__pb2.ReadChunkRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_worker__pb2.ReadChunkResponse.FromString,
+                _registered_method=True)
+
+
+class ChunkServiceServicer:
+    """Served by workers and followers alike.
+    """
+
+    def ReadChunk(self, request, context):
+        """Stream one chunk of a version that this node has or fetches. NOT_FOUND: it lacks the chunk.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ChunkServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ReadChunk': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadChunk,
+                    request_deserializer=fairway_dot_v1_dot_worker__pb2.ReadChunkRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_worker__pb2.ReadChunkResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'fairway.v1.ChunkService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('fairway.v1.ChunkService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ChunkService:
+    """Served by workers and followers alike.
+    """
+
+    @staticmethod
+    def ReadChunk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fairway.v1.ChunkService/ReadChunk',
+            fairway_dot_v1_dot_worker__pb2.ReadChunkRequest.SerializeToString,
+            fairway_dot_v1_dot_worker__pb2.ReadChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -105,3 +105,34 @@ class FollowerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_FollowerServiceServicer_to_server(servicer: FollowerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ChunkServiceStub:
+    """Served by workers and followers alike."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ChunkServiceAsyncStub: ...
+    ReadChunk: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadChunkRequest, _worker_pb2.ReadChunkResponse]
+    """Stream one chunk of a version that this node has or fetches. NOT_FOUND: it lacks the chunk."""
+
+@_typing.type_check_only
+class ChunkServiceAsyncStub(ChunkServiceStub):
+    """Served by workers and followers alike."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ReadChunk: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadChunkRequest, _worker_pb2.ReadChunkResponse]  # type: ignore[assignment]
+    """Stream one chunk of a version that this node has or fetches. NOT_FOUND: it lacks the chunk."""
+
+class ChunkServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by workers and followers alike."""
+
+    @_abc_1.abstractmethod
+    def ReadChunk(
+        self,
+        request: _worker_pb2.ReadChunkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ReadChunkResponse], _abc.AsyncIterator[_worker_pb2.ReadChunkResponse]]:
+        """Stream one chunk of a version that this node has or fetches. NOT_FOUND: it lacks the chunk."""
+
+def add_ChunkServiceServicer_to_server(servicer: ChunkServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,10 +20,11 @@ from typing import Final
 
 import structlog
 
-from services.controlplane.policy.events import FleetEvent, Observed, TokenBucket, events_between, kind_of
+from services.controlplane.policy.events import FleetEvent, Observed, events_between, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
 from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
+from services.core.token_bucket import TokenBucket
 from services.ports.clock import Clock
 from services.ports.store import (
     Compacted,

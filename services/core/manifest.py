@@ -1,9 +1,9 @@
 """Manifest of a model version: a list of files, each a list of chunks, all addressed by sha256.
 
 The digest of a manifest's canonical JSON names the version, so a version cannot change. A file is cut into
-chunks of exactly ``CHUNK_BYTES``, except for the shorter last one: the same folder always gives the same
-manifest. A version contains only data: file names that stand for pickled objects or program code are
-rejected, and so is every name that is not in the allow-list.
+chunks of exactly ``CHUNK_BYTES``, except for the shorter last one, or at ``starts``, which follow from its
+tensors: the same folder always gives the same manifest. A version contains only data: file names that stand
+for pickled objects or program code are rejected, and so is every name that is not in the allow-list.
 
 Six things decide how a version behaves, and the manifest pins each by digest: weights, tokenizer, chat
 template, sampling defaults, safety policy, engine limits. A file that decides one of them must be pinned. A
@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
+from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
@@ -74,10 +75,18 @@ class ManifestFile:
     size_bytes: int
     digest: str
     chunks: tuple[str, ...] = ()
+    # The offset of each chunk; UNSET: all but the last have CHUNK_BYTES.
+    starts: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+
+    def start(self, index: int) -> int:
+        """Return the offset of the chunk at ``index``, the size of the file after the last."""
+        if index == len(self.chunks):
+            return self.size_bytes
+        return index * CHUNK_BYTES if self.starts is msgspec.UNSET else self.starts[index]
 
     def chunk_bytes(self, index: int) -> int:
         """Return the size of the chunk at ``index``."""
-        return min(CHUNK_BYTES, self.size_bytes - index * CHUNK_BYTES)
+        return self.start(index + 1) - self.start(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +205,15 @@ def _check_base(manifest: Manifest) -> None:
         raise InvalidInput(problem, field="manifest.files")
 
 
+def distinct_chunks(files: Sequence[ManifestFile]) -> dict[str, list[tuple[ManifestFile, int]]]:
+    """Return the places of each chunk, file and index, in the order of the first."""
+    places: dict[str, list[tuple[ManifestFile, int]]] = {}
+    for file in files:
+        for index, chunk in enumerate(file.chunks):
+            places.setdefault(chunk, []).append((file, index))
+    return places
+
+
 def on_base(adapter: Manifest, base: Manifest) -> Manifest:
     """Return the files that a reader of an adapter's version finds: its own, and those of its base.
 
@@ -212,6 +230,27 @@ def on_base(adapter: Manifest, base: Manifest) -> Manifest:
         max_context_tokens=min(limits, default=0),
         weights_digest=base.weights_digest,
     )
+
+
+def chunk_bases(
+    files: Iterable[ManifestFile], base: Sequence[ManifestFile]
+) -> dict[str, tuple[ManifestFile, int]]:
+    """Return the place in ``base`` of what each chunk that it lacks is likely a change of, by digest.
+
+    Files pair by path. Their chunks pair by number from the front, else from the back, where the sizes agree.
+    """
+    known, found = {file.path: file for file in base}, {}
+    kept = {chunk for file in base for chunk in file.chunks}
+    for file in files:
+        if (old := known.get(file.path)) is None:
+            continue
+        shift = len(old.chunks) - len(file.chunks)
+        for index, chunk in enumerate(file.chunks):
+            for at in (index, index + shift) if chunk not in kept else ():
+                if 0 <= at < len(old.chunks) and old.chunk_bytes(at) == file.chunk_bytes(index):
+                    found[chunk] = old, at
+                    break
+    return found
 
 
 def check_draft(manifest: Manifest) -> None:
@@ -282,12 +321,27 @@ def _check_paths(paths: list[str]) -> None:
 def _check_file(file: ManifestFile) -> None:
     if not is_digest(file.digest) or not all(is_digest(chunk) for chunk in file.chunks):
         raise InvalidInput(f"{file.path} has a malformed digest", field="digest", path=file.path)
+    if file.starts is not msgspec.UNSET:
+        _check_starts(file, file.starts)
+        return
     expected = -(-file.size_bytes // CHUNK_BYTES)
     if file.size_bytes < 0 or len(file.chunks) != expected:
         raise InvalidInput(
             f"{file.path} has {file.size_bytes} bytes and so {expected} chunks of {CHUNK_BYTES} bytes, "
             f"not {len(file.chunks)}",
             field="chunks",
+            path=file.path,
+        )
+
+
+def _check_starts(file: ManifestFile, starts: Sequence[int]) -> None:
+    sizes = [end - start for start, end in pairwise((*starts, file.size_bytes))]
+    covered = len(starts) == len(file.chunks) and starts[:1] == (0,)
+    if not covered or not 1 <= min(sizes) <= max(sizes) <= CHUNK_BYTES:
+        raise InvalidInput(
+            f"the starts of {file.path} do not cut {file.size_bytes} bytes into {len(file.chunks)} chunks of "
+            f"1 to {CHUNK_BYTES} bytes",
+            field="starts",
             path=file.path,
         )
 

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Final
 
 import structlog
@@ -20,6 +21,7 @@ from fairway.formats import servable
 from fairway.formats.tokenizer_files import TOKENIZER
 from fairway.formats.version_files import GATEWAY_FILES
 from fairway.formats.weights import MAX_HEADERS_BYTES, TOO_LARGE
+from services.adapters import chunk_delta
 from services.adapters.threads import in_thread
 from services.core.errors import (
     Conflict,
@@ -68,7 +70,15 @@ from services.ports.registry import TextCheck
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.registry.garbage import Collected, Collector, SweepFence
 from services.registry.signatures import VersionSignatures
-from services.registry.verification import VerificationLimiter, computation_of, content_of, header_of, verify
+from services.registry.tracker import DOWNLOADS, ChunkTracker, DownloadTurns
+from services.registry.verification import (
+    VerificationLimiter,
+    chunk_of,
+    computation_of,
+    content_of,
+    header_of,
+    verify,
+)
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 from services.runtime.process.folders import temporary_folder
 
@@ -77,6 +87,7 @@ log = structlog.get_logger()
 _MISSING_BATCH: Final = 4096
 _TRIES: Final = 5  # attempts of a commit that conflicts with others
 UPLOAD_IDLE_S: Final = 30.0
+_PIECE_BYTES: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +101,17 @@ class RegistryService:
     """All methods may run concurrently; conditional writes in the store resolve conflicts."""
 
     def __init__(
-        self, store: Store, blobs: BlobStore, clock: Clock, *, texts: TextCheck | None = None
+        self,
+        store: Store,
+        blobs: BlobStore,
+        clock: Clock,
+        *,
+        texts: TextCheck | None = None,
+        rng: Random | None = None,
+        downloads: int = DOWNLOADS,
     ) -> None:
-        """``texts`` checks the files that gateways read; without it, no version is checked."""
+        """``texts`` checks the files that gateways read; without it, no version is checked. ``downloads``
+        read the blob store at once."""
         self._store = store
         self._texts = texts
         self._blobs = blobs
@@ -102,6 +121,9 @@ class RegistryService:
         self._garbage = Collector(store, blobs, clock, fence=self._fence, manifest=self._manifest)
         self._turns = VerificationLimiter()
         self.signatures = VersionSignatures(store)
+        rng = rng or Random()
+        self._downloads = DownloadTurns(rng, downloads)
+        self.tracker = ChunkTracker(self._readable, clock, rng)
 
     async def find_missing(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Return the chunks that are not stored, each once, in the given order."""
@@ -117,9 +139,32 @@ class RegistryService:
             raise InvalidInput(f"a chunk has 1 to {CHUNK_BYTES} bytes", field="header.size_bytes")
         await self._blobs.put(digest, with_idle_timeout(digest, data), size_bytes)
 
-    def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a chunk from an offset on. Raises NotFound."""
-        return self._blobs.get(digest, offset_bytes)
+    async def download(
+        self, digest: str, offset_bytes: int = 0, *, base: str = ""
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a chunk from an offset on, in turn, or of its delta from the chunk ``base``.
+
+        Raises NotFound, Unavailable.
+        """
+        async with self._downloads.one():
+            for begin in range(0, len(delta := await self._delta(digest, base)), _PIECE_BYTES):
+                yield delta[begin : begin + _PIECE_BYTES]
+            if delta:
+                return
+            async with aclosing(self._blobs.get(digest, offset_bytes)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _delta(self, digest: str, base: str) -> bytes:
+        """Return the delta of a chunk; empty: it is not smaller, or has no such base."""
+        if not base:
+            return b""
+        data = await chunk_of(self._blobs, digest)
+        try:
+            delta = await in_thread(chunk_delta.encode, data, await chunk_of(self._blobs, base))
+        except (NotFound, ValueError):
+            return b""
+        return delta if len(delta) < len(data) else b""
 
     async def create_version(
         self, model: str, manifest: Manifest, *, publisher: str = "", for_another_engine: bool = False
@@ -300,6 +345,10 @@ class RegistryService:
         if entry is None:
             raise ModelNotFound(f"{model} has no version {digest}", model=model, digest=digest)
         return entry
+
+    async def _readable(self, model: str, digest: str) -> Manifest:
+        _, manifest = await self.get_version(model, digest)
+        return on_base(manifest, await self._base_of(manifest)) if manifest.base_digest else manifest
 
     async def _base_of(self, adapter: Manifest) -> Manifest:
         """Return the manifest of an adapter's base. Raises ModelNotFound, InvalidInput for no decoder."""

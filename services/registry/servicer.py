@@ -15,7 +15,12 @@ from fairway.v1 import registry_pb2_grpc
 from services.core.errors import InvalidInput
 from services.registry.service import RegistryService
 from services.rpc.bounded_writes import BoundedWrites
-from services.rpc.convert.registry import manifest_from_proto, version_to_proto
+from services.rpc.convert.registry import (
+    manifest_from_proto,
+    orders_to_proto,
+    report_from_proto,
+    version_to_proto,
+)
 from services.runtime.identity import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,9 +54,19 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.DownloadChunkRequest, context: Context
     ) -> None:
         with BoundedWrites(context, self.unread_s) as stream:
-            async with aclosing(self._service.download(request.digest, request.offset_bytes)) as pieces:
+            pieces = self._service.download(request.digest, request.offset_bytes, base=request.base)
+            async with aclosing(pieces):
                 async for piece in pieces:
                     await stream.write(pb.DownloadChunkResponse(data=piece))
+
+    async def ExchangeChunks(
+        self, request: pb.ExchangeChunksRequest, context: Context
+    ) -> pb.ExchangeChunksResponse:
+        report = report_from_proto(request)
+        orders = await self._service.tracker.exchange(
+            request.model, request.version_digest, report, base_digest=request.base_digest
+        )
+        return orders_to_proto(orders)
 
     async def CreateVersion(
         self, request: pb.CreateVersionRequest, context: Context

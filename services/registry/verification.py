@@ -13,7 +13,7 @@ from fairway.formats import safetensors
 from fairway.formats.contents import MAX_TEXT_BYTES, Checker, ContentRefused, checker_for
 from services.adapters.threads import in_thread
 from services.core.errors import FailedPrecondition, IntegrityError, InvalidInput, NotFound, Unavailable
-from services.core.manifest import CHUNK_BYTES, Manifest, ManifestFile
+from services.core.manifest import Manifest, ManifestFile
 from services.core.rollouts.computation import READ, computation_digest
 from services.ports.blob_store import BlobStore
 
@@ -83,11 +83,17 @@ async def computation_of(blobs: BlobStore, manifest: Manifest) -> str:
 async def content_of(blobs: BlobStore, file: ManifestFile, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return a file, or the chunks of it that hold its first ``most_bytes``."""
     body = bytearray()
-    for chunk in file.chunks[: -(-most_bytes // CHUNK_BYTES)]:
-        async with aclosing(blobs.get(chunk)) as pieces:
-            async for piece in pieces:
-                body += piece
+    for index, chunk in enumerate(file.chunks):
+        if file.start(index) >= most_bytes:
+            break
+        body += await chunk_of(blobs, chunk)
     return bytes(body)
+
+
+async def chunk_of(blobs: BlobStore, digest: str) -> bytes:
+    """Return a chunk. Raises NotFound, IntegrityError."""
+    async with aclosing(blobs.get(digest)) as pieces:
+        return b"".join([piece async for piece in pieces])
 
 
 async def header_of(blobs: BlobStore, file: ManifestFile) -> bytes:

@@ -113,6 +113,8 @@ class Settings(BaseModel):
         default="folder",
         pattern=r"^(folder|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/-]{0,512})?)$",
     )
+    # Downloads that read it at once; others wait in turn.
+    blob_downloads: int = Field(default=64, ge=1, le=4096)
     # Folder of the usage ledger, shared by all control planes; default: the bucket, or in the state folder.
     usage_dir: Path | None = None
     # Folder of files, shared by all gateways; default: the bucket, or in the state folder.
@@ -210,6 +212,10 @@ class Settings(BaseModel):
     null_step_s: float = Field(default=0.0, ge=0, le=60)
     # Most bytes of model files on disk.
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
+    # Most bytes per second that a worker or follower sends of model files to others; 0: no bound.
+    model_upload_bytes_per_s: int = Field(default=0, ge=0)
+    # The same of what it fetches in swarms.
+    model_download_bytes_per_s: int = Field(default=0, ge=0)
 
     # Longest wait in the queue.
     queue_ttl_s: float = Field(default=30.0, gt=0, le=3600)

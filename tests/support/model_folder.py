@@ -7,13 +7,14 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from fairway.formats.safetensors import BITS
+from fairway.formats.safetensors import ALIGNED_BYTES, BITS
 
 
 def safetensors(size_bytes: int, seed: int = 7) -> bytes:
-    """Return a safetensors file of exactly that size, its one tensor filled with random bytes."""
+    """Return a safetensors file of exactly that size: random tensors too small for chunks of their own."""
     for padding in range(16):
         data_bytes = size_bytes - 8 - len(_header(0)) - padding
         while data_bytes > 0:
@@ -51,8 +52,13 @@ def write_sparse(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "
 
 
 def _header(data_bytes: int) -> bytes:
-    tensor = {"dtype": "U8", "shape": [data_bytes], "data_offsets": [0, data_bytes]}
-    return json.dumps({"weight": tensor}).encode()
+    edges = [*range(0, data_bytes, ALIGNED_BYTES // 2), data_bytes]
+    return json.dumps(
+        {
+            f"weight{begin}": {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+            for begin, end in pairwise(edges)
+        }
+    ).encode()
 
 
 def write_model(root: Path, *, weight_bytes: int = 4096, seed: int = 7) -> Path:

@@ -33,6 +33,7 @@ class Served:
     servicer: RegistryServicer
     channel: grpc.aio.Channel
     address: str
+    server: RpcServer
 
     @property
     def stub(self) -> registry_pb2_grpc.RegistryServiceAsyncStub:
@@ -70,7 +71,7 @@ async def served(
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
     try:
-        yield Served(service, servicer, channel, f"127.0.0.1:{server.port}")
+        yield Served(service, servicer, channel, f"127.0.0.1:{server.port}", server)
     finally:
         await channel.close()
         await server.stop(0)

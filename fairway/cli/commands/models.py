@@ -209,6 +209,10 @@ async def import_(
         Path | None,
         typer.Option("--cache", help="Folder of fetched and converted models; default: .fairway/imports."),
     ] = None,
+    limit_rate: Annotated[
+        int,
+        typer.Option("--limit-rate", min=0, help="Most bytes per second from a hub or bucket; 0: all."),
+    ] = 0,
     output: OutputOption = Format.TABLE,
 ) -> None:
     """Fetch a model, convert it where that is needed, and publish it as an immutable version.
@@ -223,7 +227,7 @@ async def import_(
         def show(ratio: float | None, phase: str, figures: str) -> None:
             bars.update(source, ratio, phase, figures)
 
-        found = await fetched(source, place, show, Changes(template))
+        found = await fetched(source, place, show, Changes(template), most_bytes_per_s=limit_rate)
     for fact in found.facts:
         plain(err(), fact)
     await _publish(connection, found.folder, name or found.name, tag, output)

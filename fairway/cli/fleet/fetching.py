@@ -57,11 +57,15 @@ class _Reporter:
         self.show(done / total if total else None, phase, figures)
 
 
-async def fetched(source: str, cache: Path, show: Show, changes: Changes) -> Imported:
+async def fetched(
+    source: str, cache: Path, show: Show, changes: Changes, *, most_bytes_per_s: int = 0
+) -> Imported:
     """Return the checkpoint of a source; ``show`` is called in another thread. Raises CliError."""
     reporter = _Reporter(show)
     try:
-        return await asyncio.to_thread(import_source, source, cache, reporter, changes)
+        return await asyncio.to_thread(
+            import_source, source, cache, reporter, changes, most_bytes_per_s=most_bytes_per_s
+        )
     except asyncio.CancelledError:
         reporter.stopped.set()
         raise

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, TypeVar, cast
 
@@ -37,7 +38,7 @@ from fairway.formats.adapter import parse_adapter
 from fairway.formats.config_fields import UnsupportedModel, object_in
 from fairway.formats.contents import MAX_TEXT_BYTES, ContentRefused, checker_for
 from fairway.formats.limits import LIMITS_NAME, POLICY_NAME
-from fairway.formats.safetensors import LENGTH_BYTES, read_header
+from fairway.formats.safetensors import LENGTH_BYTES, chunk_starts, read_header
 from fairway.formats.servable import Kind, checkpoint_warnings, engine_problems, kind_of, no_engine
 from fairway.formats.version_files import (
     ADAPTER_CONFIG,
@@ -215,8 +216,13 @@ def _check_tensors(name: str, path: Path) -> None:
 def _hash_file(hashed: Hashed, name: str, path: Path) -> Iterator[int]:
     whole, digests, offset = hashlib.sha256(), [], 0
     with _open(path) as stream, _content_errors():
-        checker = checker_for(name, os.fstat(stream.fileno()).st_size)
-        while data := stream.read(CHUNK_BYTES):
+        size_bytes = os.fstat(stream.fileno()).st_size
+        checker = checker_for(name, size_bytes)
+        starts = _starts(name, stream, size_bytes)
+        for start, end in pairwise((*starts, size_bytes)):
+            data = stream.read(end - start)
+            if len(data) != end - start:
+                raise _changed(path)
             checker.feed(data)
             whole.update(data)
             digest = "sha256:" + hashlib.sha256(data).hexdigest()
@@ -225,9 +231,21 @@ def _hash_file(hashed: Hashed, name: str, path: Path) -> Iterator[int]:
             offset += len(data)
             yield len(data)
         checker.finish()
+    if starts == list(range(0, offset, CHUNK_BYTES)):
+        starts = []
+    digest = "sha256:" + whole.hexdigest()
     hashed.files.append(
-        pb.ManifestFile(path=name, size_bytes=offset, digest="sha256:" + whole.hexdigest(), chunks=digests)
+        pb.ManifestFile(path=name, size_bytes=offset, digest=digest, chunks=digests, chunk_starts=starts)
     )
+
+
+def _starts(name: str, stream: BinaryIO, size_bytes: int) -> list[int]:
+    """Return where the chunks of a file begin. Raises BadHeader."""
+    if suffix_of(name) != TENSOR_SUFFIX or size_bytes <= CHUNK_BYTES:
+        return list(range(0, size_bytes, CHUNK_BYTES))
+    header = read_header(stream, size_bytes)
+    stream.seek(0)
+    return chunk_starts(header, size_bytes, CHUNK_BYTES)
 
 
 def read_chunk(digest: str, chunk: Chunk) -> bytes:
@@ -236,11 +254,15 @@ def read_chunk(digest: str, chunk: Chunk) -> bytes:
         stream.seek(chunk.offset_bytes)
         data = stream.read(chunk.size_bytes)
     if "sha256:" + hashlib.sha256(data).hexdigest() != digest:
-        raise PublishRefused(
-            f"{chunk.path} changed while it was being published",
-            next_step="publish again once nothing writes to the folder",
-        )
+        raise _changed(chunk.path)
     return data
+
+
+def _changed(path: Path) -> PublishRefused:
+    return PublishRefused(
+        f"{path} changed while it was being published",
+        next_step="publish again once nothing writes to the folder",
+    )
 
 
 def manifest_of(

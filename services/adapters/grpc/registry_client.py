@@ -11,12 +11,19 @@ from fairway.v1 import registry_pb2, registry_pb2_grpc
 from services.core.errors import IntegrityError, InvalidInput
 from services.core.manifest import Manifest, check_manifest, digest_of, is_digest
 from services.core.records import VersionRecord
+from services.core.swarm import ChunkOrders, ChunkReport
 from services.rpc.channel import auth_metadata
-from services.rpc.convert.registry import manifest_from_proto, record_from_proto
+from services.rpc.convert.registry import (
+    manifest_from_proto,
+    orders_from_proto,
+    record_from_proto,
+    report_to_proto,
+)
 from services.rpc.status import from_rpc_error
 
 CALL_TIMEOUT_S: Final = 15.0
 CHUNK_TIMEOUT_S: Final = 120.0
+EXCHANGE_TIMEOUT_S: Final = 5.0
 
 
 class RegistryClient:
@@ -52,9 +59,27 @@ class RegistryClient:
             ) from exc
         return record, manifest
 
-    async def download(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes of a chunk from an offset on, unverified. Raises NotFound, Unavailable."""
-        request = registry_pb2.DownloadChunkRequest(digest=digest, offset_bytes=offset_bytes)
+    async def exchange_chunks(
+        self, model: str, digest: str, report: ChunkReport, *, base_digest: str = ""
+    ) -> ChunkOrders:
+        """Return which chunks of a version to fetch next. Raises ModelNotFound, OverQuota, Unavailable."""
+        request = report_to_proto(report, model=model, version_digest=digest, base_digest=base_digest)
+        try:
+            answer = await self._stub().ExchangeChunks(
+                request, timeout=EXCHANGE_TIMEOUT_S, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc) from exc
+        return orders_from_proto(answer)
+
+    async def download(
+        self, digest: str, offset_bytes: int = 0, *, base: str = ""
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a chunk from an offset on, or of its delta from the chunk ``base``, unverified.
+
+        Raises NotFound, Unavailable.
+        """
+        request = registry_pb2.DownloadChunkRequest(digest=digest, offset_bytes=offset_bytes, base=base)
         call = self._stub().DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
         try:
             async for part in call:

@@ -1,4 +1,5 @@
-"""A cache of verified model files on the local disk, fetched once from the registry and bounded in size.
+"""A cache of verified model files on the local disk, bounded in size; each is fetched once, from the registry
+or, with a ``Swarm``, from other nodes.
 
 Verification:
 
@@ -18,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,15 +29,19 @@ from typing import Final, TypeVar
 import structlog
 
 from services.adapters.model_files import folders as model_folders
+from services.adapters.model_files.chunk_fetcher import ChunkFetcher
 from services.adapters.model_files.folders import ModelFolders, chunks_are_good
+from services.adapters.model_files.kept_chunks import KeptChunks, KeptFolder, chunks_in
+from services.adapters.model_files.shared_chunks import SharedVersion
+from services.adapters.model_files.swarm import Swarm
 from services.adapters.threads import in_thread
 from services.core.errors import (
     FailedPrecondition,
     IntegrityError,
     NotFound,
-    SlowReader,
+    OverQuota,
     StoreUnavailable,
-    Unavailable,
+    Unimplemented,
 )
 from services.core.manifest import (
     Manifest,
@@ -61,64 +66,11 @@ _HEX_DIGITS: Final = 64  # hex digits of the version at the beginning of a folde
 _STALE_PARTIALS: Final = 8
 RESERVE_BYTES: Final = 64 * 1024 * 1024
 _OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
-_CHUNK_TRIES: Final = 2
-# Long enough for a registry to restart. Beyond it the caller decides.
-_PATIENCE_S: Final = 30.0
-_BACKOFF_FIRST_S: Final = 0.2
-_BACKOFF_MOST_S: Final = 5.0
+# A smaller version comes from the registry alone.
+SWARM_BYTES: Final = 16 * 1024 * 1024
+_MOST_BASES: Final = 4  # versions whose chunks a fetch reuses
 
-
-class ChunkFetcher:
-    """Fetches verified chunks: resumed after a broken connection, repeated when damaged."""
-
-    def __init__(self, registry: VersionSource, clock: Clock) -> None:
-        self._registry = registry
-        self._clock = clock
-
-    async def fetch(self, file: ManifestFile, index: int) -> bytes:
-        """Return one verified chunk. Damaged bytes are requested once more, then raise IntegrityError."""
-        for attempt in range(_CHUNK_TRIES):
-            data = await self._receive(file, index)
-            if await in_thread(sha256_of, data) == file.chunks[index]:
-                return data
-            log.warning("model_chunk.received_damaged", path=file.path, chunk=index, attempt=attempt + 1)
-        raise IntegrityError(
-            f"chunk {index} of {file.path} is not {file.chunks[index]}, twice",
-            path=file.path,
-            chunk=index,
-            digest=file.chunks[index],
-        )
-
-    async def _receive(self, file: ManifestFile, index: int) -> bytes:
-        """Return the bytes that the registry sends, at most one more than the chunk's size.
-
-        A broken connection is resumed at the byte where it broke, with capped backoff, until nothing was
-        received for ``_PATIENCE_S``.
-        """
-        size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
-        received_s = self._clock.monotonic_s()
-        while True:
-            try:
-                async with aclosing(self._registry.download(file.chunks[index], len(received))) as pieces:
-                    async for piece in pieces:
-                        received += piece[: size + 1 - len(received)]
-                        received_s, delay_s = self._clock.monotonic_s(), _BACKOFF_FIRST_S
-                        if len(received) > size:
-                            break
-                return bytes(received)
-            except NotFound as exc:
-                raise NotFound(
-                    f"the registry has chunk {index} of {file.path} no more: publish the version again",
-                    path=file.path,
-                    chunk=index,
-                    digest=file.chunks[index],
-                ) from exc
-            except (Unavailable, SlowReader) as exc:  # SlowReader: this process stalled
-                if self._clock.monotonic_s() - received_s > _PATIENCE_S:
-                    raise
-                log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
-                await self._clock.sleep(delay_s)
-                delay_s = min(_BACKOFF_MOST_S, delay_s * 2)
+_Share = Callable[..., SharedVersion]
 
 
 @dataclass(slots=True)
@@ -158,15 +110,17 @@ class ModelFiles:
         max_bytes: int,
         reserve_bytes: int = RESERVE_BYTES,
         found_damaged: Callable[[], None] = lambda: None,
+        swarm: Swarm | None = None,
     ) -> None:
         """``reserve_bytes`` of the disk stay free. ``found_damaged`` is called for each
-        folder whose content does not match its digests."""
+        folder whose content does not match its digests. ``swarm`` shares whole versions with other nodes."""
         self._registry = registry
         self._folders = ModelFolders(root)
         self._chunks = ChunkFetcher(registry, clock)
         self._max_bytes = max_bytes
         self._reserve_bytes = reserve_bytes
         self._found_damaged = found_damaged
+        self._swarm = swarm
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
@@ -213,8 +167,14 @@ class ModelFiles:
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
                 raise NotFound(f"no file of {digest} is selected", digest=digest)
-            name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
-            return await self._in_turn(name, partial(self._have, name, files, progress or _silent, recheck))
+            is_whole = len(files) == len(manifest.files)
+            name = _folder_name(digest, files, whole=is_whole)
+            share = None
+            if self._swarm is not None and is_whole and manifest.size_bytes >= SWARM_BYTES:
+                folders = (self._folders.ready(name), self._folders.partial(name))
+                share = partial(SharedVersion, model, digest, files, folders)
+            have = partial(self._have, name, files, progress or _silent, recheck, share)
+            return await self._in_turn(name, have)
         except OSError as exc:
             raise self._disk_error(exc) from exc
 
@@ -321,12 +281,19 @@ class ModelFiles:
                 del self._turns[name]
 
     async def _have(
-        self, name: str, files: Sequence[ManifestFile], progress: Progress, recheck: bool
+        self,
+        name: str,
+        files: Sequence[ManifestFile],
+        progress: Progress,
+        recheck: bool,
+        share: _Share | None,
     ) -> Path:
         if await self._is_good(name, files, recheck=recheck):
             await in_thread(self._folders.touch, name)
         else:
-            await self._download(name, files, progress)
+            await self._download(name, files, progress, share)
+        if self._swarm is not None and share is not None:
+            self._swarm.share(share())
         self._uses += 1
         self._kept[name].use = self._uses
         progress(1.0)
@@ -351,16 +318,23 @@ class ModelFiles:
         if kept.pins:
             raise IntegrityError(f"the files of {name} are damaged while in use", folder=name)
         del self._kept[name]
+        self._share_no_more(name)
         await in_thread(self._folders.demote, name)
         return False
 
-    async def _download(self, name: str, files: Sequence[ManifestFile], progress: Progress) -> None:
+    def _share_no_more(self, name: str) -> None:
+        if self._swarm is not None:
+            self._swarm.leave("sha256:" + name)
+
+    async def _download(
+        self, name: str, files: Sequence[ManifestFile], progress: Progress, share: _Share | None
+    ) -> None:
         total = sum(file.size_bytes for file in files)
         self._require_bound(total)
         meter, linked = _Meter(total, progress), self._linked.setdefault(name, {})
         try:
             missing = [file for file in files if not await self._link(name, file, meter, linked)]
-            await self._fetch_missing(name, files, missing, meter)
+            await self._fetch_missing(name, files, missing, meter, share)
         finally:
             del self._linked[name]
         log.info("model_folder.completed", folder=name, size_bytes=total, linked=len(files) - len(missing))
@@ -375,13 +349,22 @@ class ModelFiles:
         return True
 
     async def _fetch_missing(
-        self, name: str, files: Sequence[ManifestFile], missing: Sequence[ManifestFile], meter: _Meter
+        self,
+        name: str,
+        files: Sequence[ManifestFile],
+        missing: Sequence[ManifestFile],
+        meter: _Meter,
+        share: _Share | None,
     ) -> None:
         """Fetch what no folder has; complete the folder."""
         await self._make_room(name, sum(file.size_bytes for file in missing))
         try:
-            for file in missing:
-                await self._fetch_file(name, file, meter)
+            async with self._kept_chunks(missing) as kept:
+                if share is None or not await self._fetch_from_swarm(
+                    name, missing, meter, kept, share(base=kept.base)
+                ):
+                    for file in missing:
+                        await self._fetch_file(name, file, meter, kept)
             try:
                 await in_thread(self._folders.promote, name, files)
             finally:
@@ -396,7 +379,29 @@ class ModelFiles:
         finally:
             del self._reserved[name]
 
-    async def _fetch_file(self, name: str, file: ManifestFile, meter: _Meter) -> None:
+    @asynccontextmanager
+    async def _kept_chunks(self, files: Sequence[ManifestFile]) -> AsyncIterator[KeptChunks]:
+        """Give what the versions that were used last have of these files, and keep them meanwhile."""
+        whole = [name for name in self._kept if len(name) == _HEX_DIGITS]
+        names = sorted(whole, key=lambda name: -self._kept[name].use)[:_MOST_BASES]
+        pinned = [self._kept[name] for name in names]
+        for kept in pinned:
+            kept.pins += 1
+        try:
+            yield await in_thread(lambda: chunks_in(map(self._kept_folder, names), files))
+        finally:
+            for kept in pinned:
+                kept.pins -= 1
+
+    def _kept_folder(self, name: str) -> KeptFolder:
+        digest = "sha256:" + name
+        try:
+            manifest = parse(self._folders.read_manifest(digest) or b"", digest)
+        except IntegrityError:  # it is damaged, or gone
+            manifest = Manifest(())
+        return KeptFolder(digest, self._folders.ready(name), manifest)
+
+    async def _fetch_file(self, name: str, file: ManifestFile, meter: _Meter, kept: KeptChunks) -> None:
         path = await in_thread(self._folders.begin_file, name, file)
         whole = hashlib.sha256()
         index = 0
@@ -406,12 +411,60 @@ class ModelFiles:
             meter.add(file.chunk_bytes(index))
             index += 1
         for missing in range(index, len(file.chunks)):
-            data = await self._chunks.fetch(file, missing)
-            await in_thread(model_folders.append_chunk, path, missing, data, whole)
+            data = await in_thread(kept.read, file.chunks[missing])
+            if data is None:
+                data = await self._chunks.fetch(file, missing)
+            await in_thread(model_folders.append_chunk, path, file.start(missing), data, whole)
             meter.add(len(data))
         await in_thread(model_folders.cut, path, file.size_bytes)
         if "sha256:" + whole.hexdigest() != file.digest:
-            raise IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
+            raise _not_the_file(file)
+
+    async def _fetch_from_swarm(
+        self,
+        name: str,
+        missing: Sequence[ManifestFile],
+        meter: _Meter,
+        kept: KeptChunks,
+        shared: SharedVersion,
+    ) -> bool:
+        """Return whether the files are there; False: no swarm takes this node in.
+
+        Chunks arrive in any order. Those of an earlier fetch or another version are shared, not fetched.
+        """
+        assert self._swarm is not None
+        paths, good = {}, {}
+        for file in missing:
+            paths[file.path] = await in_thread(self._folders.begin_file, name, file)
+            good[file.path] = await in_thread(model_folders.good_chunks, paths[file.path], file)
+            meter.add(sum(file.chunk_bytes(at) for at, is_good in enumerate(good[file.path]) if is_good))
+
+        async def take(index: int, data: bytes) -> None:
+            for file, at in shared.places[index]:
+                if file.path in paths and not good[file.path][at]:
+                    await in_thread(model_folders.place_chunk, paths[file.path], file.start(at), data)
+                    meter.add(len(data))
+
+        for index, places in enumerate(shared.places):
+            is_here = all(file.path not in paths or good[file.path][at] for file, at in places)
+            data = None if is_here else await in_thread(kept.read, shared.chunks[index])
+            if data is not None:
+                await take(index, data)
+            if is_here or data is not None:
+                shared.add(index)
+        try:
+            await self._swarm.fetch(shared, take)
+            for file in missing:
+                if not await in_thread(model_folders.finish_file, paths[file.path], file):
+                    raise _not_the_file(file)
+        except (Unimplemented, OverQuota) as error:
+            self._swarm.leave(shared.digest)
+            log.warning("model_folder.not_from_swarm", folder=name, error=error.message)
+            return False
+        except BaseException:
+            self._swarm.leave(shared.digest)
+            raise
+        return True
 
     def _require_bound(self, size_bytes: int) -> None:
         """Raise FailedPrecondition for a version that can never fit."""
@@ -451,6 +504,7 @@ class ModelFiles:
             )
         name = min(idle)[1]
         kept = self._kept.pop(name)
+        self._share_no_more(name)
         try:
             await in_thread(self._folders.drop, name)
         except OSError:
@@ -496,6 +550,10 @@ class _Meter:
     def add(self, size_bytes: int) -> None:
         self._done += size_bytes
         self._progress(self._done / max(1, self._total))
+
+
+def _not_the_file(file: ManifestFile) -> IntegrityError:
+    return IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
 
 
 def _silent(_: float) -> None:

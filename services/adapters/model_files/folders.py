@@ -2,7 +2,7 @@
 
     root/.lock                     held by the one process that owns the root
     root/manifests/<hex>.json      canonical manifests, verified by their name
-    root/partial/<folder>/<path>   files being fetched; only verified chunks are ever appended
+    root/partial/<folder>/<path>   files being fetched; only verified chunks are written, in any order
     root/ready/<folder>/<path>     complete: a folder is renamed here at the end, never written again
 
 Equal files of two folders are one on the disk: a hard link. No file with another link is written to.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from services.adapters.threads import in_thread
-from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
+from services.core.manifest import ManifestFile, sha256_of
 
 _MAX_CHECK_THREADS: Final = 4
 
@@ -184,17 +184,35 @@ class ModelFolders:
         return self._root / "manifests" / (digest.removeprefix("sha256:") + ".json")
 
 
-def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None = None) -> bool:
-    """Return whether the chunk on disk has its digest; a good one is added to ``whole``."""
-    size = file.chunk_bytes(index)
+def read_chunk(path: Path, file: ManifestFile, index: int) -> bytes:
+    """Return the bytes of the chunk on disk, fewer where the file ends before."""
     with path.open("rb") as stream:
-        stream.seek(index * CHUNK_BYTES)
-        data = stream.read(size)
-    if len(data) != size or sha256_of(data) != file.chunks[index]:
+        stream.seek(file.start(index))
+        return stream.read(file.chunk_bytes(index))
+
+
+def good_chunk(path: Path, file: ManifestFile, index: int) -> bytes | None:
+    """Return the bytes of a chunk on disk that has its digest; None for another one, or for no file."""
+    try:
+        data = read_chunk(path, file, index)
+    except OSError:
+        return None
+    return data if sha256_of(data) == file.chunks[index] else None
+
+
+def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None = None) -> bool:
+    """Return whether the chunk on disk has its digest; a good one is added to ``whole``. Raises OSError."""
+    data = read_chunk(path, file, index)
+    if sha256_of(data) != file.chunks[index]:
         return False
     if whole is not None:
         whole.update(data)
     return True
+
+
+def good_chunks(path: Path, file: ManifestFile) -> list[bool]:
+    """Return which chunks on disk have their digests."""
+    return [chunk_is_good(path, file, index) for index in range(len(file.chunks))]
 
 
 def is_equal(path: Path, file: ManifestFile) -> bool:
@@ -206,25 +224,41 @@ def is_equal(path: Path, file: ManifestFile) -> bool:
     return good and "sha256:" + whole.hexdigest() == file.digest
 
 
-def append_chunk(path: Path, index: int, data: bytes, whole: Hash) -> None:
+def append_chunk(path: Path, offset: int, data: bytes, whole: Hash) -> None:
     """Write a verified chunk at its offset and truncate the file behind it."""
-    _write(path, data, index * CHUNK_BYTES)
+    _write(path, data, offset)
     whole.update(data)
+
+
+def place_chunk(path: Path, offset: int, data: bytes) -> None:
+    """Write a verified chunk at its offset. It is durable after ``finish_file``."""
+    _write(path, data, offset, alone=False)
+
+
+def finish_file(path: Path, file: ManifestFile) -> bool:
+    """Return whether a file with all its chunks has its digest; its bytes are on the disk then."""
+    cut(path, file.size_bytes)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest() == file.digest
 
 
 def cut(path: Path, size_bytes: int) -> None:
     os.truncate(path, size_bytes)
 
 
-def _write(path: Path, data: bytes, offset: int) -> None:
+def _write(path: Path, data: bytes, offset: int, *, alone: bool = True) -> None:
+    """Write at an offset. ``alone``: nothing is behind it, and it is durable when this returns."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        os.ftruncate(target, offset)
+        if alone:
+            os.ftruncate(target, offset)
         os.lseek(target, offset, os.SEEK_SET)
         view = memoryview(data)
         while view:
             view = view[os.write(target, view) :]
-        os.fsync(target)
+        if alone:
+            os.fsync(target)
     finally:
         os.close(target)
 

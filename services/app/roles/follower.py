@@ -5,7 +5,7 @@ from __future__ import annotations
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.app.environment import Environment
 from services.app.process import Role
-from services.app.roles.shared import open_model_files
+from services.app.roles.shared import open_shared_files
 from services.app.roles.worker import vllm_folder
 from services.rpc.server import RpcService
 from services.worker.follower import COMMAND, FollowerServicer
@@ -15,7 +15,7 @@ from services.worker.slots.engine_process import EngineTimeouts, process_launche
 def follower(environment: Environment) -> Role:
     """The follower: ranks on this node of engines that lead from another one."""
     settings = environment.settings
-    files = open_model_files(environment)
+    files, chunks = open_shared_files(environment)
     launch = process_launcher(
         environment.clock,
         environment.supervisor,
@@ -30,6 +30,7 @@ def follower(environment: Environment) -> Role:
             worker_pb2.DESCRIPTOR.services_by_name["FollowerService"],
             worker_pb2_grpc.add_FollowerServiceServicer_to_server,
             servicer,
-        )
+        ),
+        chunks,
     )
     return Role(server, start=files.own, drain=servicer.close)

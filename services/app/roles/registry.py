@@ -27,6 +27,8 @@ def registry(environment: Environment) -> Role:
         ObservedBlobs(open_blobs(environment), environment.metrics),
         environment.clock,
         texts=TextProcessCheck(environment.clock, environment.supervisor),
+        rng=environment.rng,
+        downloads=environment.settings.blob_downloads,
     )
     server = environment.server(
         RpcService(

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from fairway.v1 import worker_pb2, worker_pb2_grpc
+from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.model_files.cache import RESERVE_BYTES, ModelFiles
+from services.adapters.model_files.swarm import Swarm
 from services.adapters.redis.limiter import RedisLimiter
 from services.adapters.redis.topologies import RedisAccess
 from services.app.environment import Environment
 from services.core.records import Leader, dump, leader_key
+from services.core.swarm import ChunkPeer
 from services.rpc.channel import RoleChannel
+from services.rpc.server import RpcService
 from services.runtime.certificates import renewed_context
 from services.runtime.config import read_password
 from services.runtime.fleet_state.leadership import Election
+from services.worker.chunk_servicer import ChunkServicer
 
 
 async def nothing() -> None:
@@ -63,20 +69,63 @@ def open_redis(environment: Environment) -> RedisLimiter:
     return redis
 
 
-def open_model_files(
+def open_model_files(environment: Environment) -> ModelFiles:
+    """Return the cache of a gateway, which is small and comes from the registry alone."""
+    return _model_files(environment, _registry(environment))
+
+
+def open_shared_files(
     environment: Environment, found_damaged: Callable[[], None] = lambda: None
-) -> ModelFiles:
-    """Return the cache of model files. A gateway's are small and serve all tenants: they use the reserve."""
-    settings = environment.settings
-    channel = RoleChannel(settings.registry, "registry", environment.certificates)
+) -> tuple[ModelFiles, RpcService]:
+    """Return the cache of a node that runs models, and the service by which other nodes fetch from it."""
+    settings, registry = environment.settings, _registry(environment)
+    peers = ChunkPeers(environment.internal_token, environment.certificates)
+    environment.closing.push_async_callback(peers.close)
+    swarm = Swarm(
+        registry,
+        peers,
+        ChunkPeer(settings.advertised, environment.role, settings.zone),
+        environment.clock,
+        environment.rng,
+        upload_bytes_per_s=settings.model_upload_bytes_per_s,
+        download_bytes_per_s=settings.model_download_bytes_per_s,
+    )
+    environment.supervisor.spawn("swarm", swarm.announce())
+    environment.metrics.counted(
+        "fairway_worker_model_chunk_bytes_total",
+        "Bytes of model files of versions that nodes share: from_registry, from_peer, and sent to_peer",
+        swarm.traffic,
+        ("way",),
+    )
+    service = RpcService(
+        worker_pb2.DESCRIPTOR.services_by_name["ChunkService"],
+        worker_pb2_grpc.add_ChunkServiceServicer_to_server,
+        ChunkServicer(swarm.shared),
+    )
+    return _model_files(environment, registry, found_damaged, swarm), service
+
+
+def _registry(environment: Environment) -> RegistryClient:
+    channel = RoleChannel(environment.settings.registry, "registry", environment.certificates)
     environment.closing.push_async_callback(channel.close)
-    client = RegistryClient(channel, environment.internal_token)
+    return RegistryClient(channel, environment.internal_token)
+
+
+def _model_files(
+    environment: Environment,
+    registry: RegistryClient,
+    found_damaged: Callable[[], None] = lambda: None,
+    swarm: Swarm | None = None,
+) -> ModelFiles:
+    settings = environment.settings
     root: Path = settings.state_dir / "models"
     return ModelFiles(
-        client,
+        registry,
         root,
         environment.clock,
         max_bytes=settings.model_cache_bytes,
+        # Those of a gateway serve all tenants: they use the reserve.
         reserve_bytes=max(RESERVE_BYTES, settings.disk_reserve_bytes * (environment.role == "worker")),
         found_damaged=found_damaged,
+        swarm=swarm,
     )

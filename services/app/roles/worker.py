@@ -16,7 +16,7 @@ from services.adapters.model_files.cache import ModelFiles
 from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.ledger import open_usage_outbox, start_outbox
-from services.app.roles.shared import open_directory, open_model_files
+from services.app.roles.shared import open_directory, open_shared_files
 from services.gateway.text.child import TextProcessCheck
 from services.ports.clock import Clock
 from services.rpc.server import RpcService
@@ -54,7 +54,7 @@ def worker(environment: Environment) -> Role:
         fallback=_fallback(settings, clock, telemetry),
         device=device,
     )
-    files = open_model_files(environment, telemetry.found_damaged)
+    files, chunks = open_shared_files(environment, telemetry.found_damaged)
     agent = _agent(environment, host, files, telemetry)
     _export(environment, agent, files, device)
     reporter = Reporter(
@@ -85,6 +85,7 @@ def worker(environment: Environment) -> Role:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server,
             WorkerServicer(host, agent, clock),
         ),
+        chunks,
         identity=identity,
     )
     return Role(

@@ -9,16 +9,46 @@ from fairway.mirror import Mirror, Pair
 from fairway.v1 import registry_pb2
 from services.core.manifest import Manifest, ManifestFile
 from services.core.records import VersionRecord
-from services.rpc.convert.inference import timestamp
+from services.core.swarm import ChunkOrder, ChunkOrders, ChunkPeer, ChunkReport, FailedChunk
+from services.rpc.convert.inference import duration_of, seconds_of, timestamp
 
 _MANIFEST: Final = Mirror(
     Manifest,
     registry_pb2.Manifest,
-    {"files": Mirror(ManifestFile, registry_pb2.ManifestFile).each("files")},
+    {
+        "files": Mirror(
+            ManifestFile, registry_pb2.ManifestFile, {"starts": Pair("chunk_starts", unset=True, zero=True)}
+        ).each("files")
+    },
 )
 manifest_from_proto: Final = _MANIFEST.from_proto
 manifest_to_proto: Final = _MANIFEST.to_proto
 
+
+_PEER: Final = Mirror(ChunkPeer, registry_pb2.ChunkPeer)
+_REPORT: Final = Mirror(
+    ChunkReport,
+    registry_pb2.ExchangeChunksRequest,
+    {
+        "node": _PEER.one("node"),
+        "failed": Mirror(FailedChunk, registry_pb2.FailedChunk).each("failed"),
+    },
+)
+report_from_proto: Final = _REPORT.from_proto
+report_to_proto: Final = _REPORT.to_proto
+_ORDERS: Final = Mirror(
+    ChunkOrders,
+    registry_pb2.ExchangeChunksResponse,
+    {
+        "orders": Mirror(ChunkOrder, registry_pb2.ChunkOrder, {"peer": _PEER.one("peer", unset=True)}).each(
+            "orders"
+        ),
+        "peers": _PEER.each("peers"),
+        "next_report_s": Pair("next_report", duration_of, seconds_of),
+    },
+)
+orders_from_proto: Final = _ORDERS.from_proto
+orders_to_proto: Final = _ORDERS.to_proto
 
 _VERSION: Final = Mirror(
     VersionRecord,

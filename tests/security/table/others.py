@@ -38,6 +38,7 @@ ROLES: Final = {
     "GRPCInferenceService": "gateway",
     "SchedulerService": "scheduler",
     "WorkerService": "worker-0",
+    "ChunkService": "worker-0",
     "RegistryService": "registry",
     "ControlPlaneService": "controlplane",
     "UsageService": "controlplane",

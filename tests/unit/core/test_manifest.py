@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from services.core.manifest import (
     canonical_json,
     check_manifest,
     check_path,
+    chunk_bases,
     digest_of,
     parse,
     sha256_of,
@@ -302,3 +304,41 @@ def test_a_path_that_passes_stays_below_its_folder(path: str) -> None:
     assert not posixpath.isabs(path)
     assert ".." not in path.split("/")
     assert path.isascii()
+
+
+def _cut(name: str, sizes: Sequence[int], chunks: Sequence[str]) -> ManifestFile:
+    starts = tuple(sum(sizes[:at]) for at in range(len(sizes)))
+    digests = tuple(sha256_of(chunk.encode()) for chunk in chunks)
+    return ManifestFile(name, sum(sizes), D, digests, starts)
+
+
+def test_chunks_may_begin_where_the_file_says() -> None:
+    file = _cut("a.safetensors", [5, CHUNK_BYTES, 7], "abc")
+    assert [file.start(at) for at in range(4)] == [0, 5, CHUNK_BYTES + 5, CHUNK_BYTES + 12]
+    assert [file.chunk_bytes(at) for at in range(3)] == [5, CHUNK_BYTES, 7]
+    manifest = Manifest((file, CONFIG), weights_digest=weights_digest_of((file,)))
+    assert parse(canonical_json(manifest), digest_of(manifest)) == manifest
+    assert b"starts" not in canonical_json(Manifest((CONFIG,)))
+
+
+@pytest.mark.parametrize(
+    "starts", [(), (0,), (1, 5, 9), (0, 5, 5), (0, 9, 5), (0, 5, CHUNK_BYTES + 12), (0, 5, CHUNK_BYTES + 6)]
+)
+def test_starts_that_do_not_cut_the_file_are_refused(starts: tuple[int, ...]) -> None:
+    file = replace(_cut("a.safetensors", [5, CHUNK_BYTES, 7], "abc"), starts=starts)
+    with pytest.raises(InvalidInput, match="do not cut"):
+        check_manifest(Manifest((file, CONFIG), weights_digest=weights_digest_of((file,))))
+
+
+def test_chunks_pair_with_those_of_an_older_version_by_place_and_size() -> None:
+    old = (_cut("a.safetensors", [5, 100, 200, 7], "abcd"), _cut("b.safetensors", [9], "e"))
+    new = (_cut("a.safetensors", [6, 100, 300, 200, 7], "ABXCd"), _cut("c.safetensors", [9], "E"))
+    found = chunk_bases(new, old)
+    assert {name: found.get(sha256_of(name.encode())) for name in "ABXCdE"} == {
+        "A": None,  # of another size
+        "B": (old[0], 1),
+        "X": None,
+        "C": (old[0], 2),
+        "d": None,  # it is there
+        "E": None,  # a file of another name
+    }

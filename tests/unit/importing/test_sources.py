@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import struct
+import threading
+import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,16 @@ import pytest
 
 from fairway.cli.fleet.fetching import Rate
 from fairway.importing.packages import unpack
-from fairway.importing.sources import Changes, ImportRefused, Phase, import_source, require_room
+from fairway.importing.sources import (
+    PARALLEL,
+    Changes,
+    Counted,
+    ImportRefused,
+    Phase,
+    fetch_all,
+    import_source,
+    require_room,
+)
 from tests.unit.importing.test_hostile_gguf import Content
 
 SAFETENSORS = struct.pack("<Q", 2) + b"{}"
@@ -194,3 +205,49 @@ def test_progress_states_rate_and_time_left_of_what_is_new() -> None:
     assert steps == "57.2 MiB of 95.4 MiB, 9.5 MiB/s, 4 s left"
     assert rate.describe("converting", 0, 100, 13.0) == ""
     assert rate.describe("fetching", 5, 0, 20.0) == ""
+
+
+def test_files_are_fetched_at_once_and_their_bytes_counted_together() -> None:
+    together = threading.Barrier(PARALLEL, timeout=30)
+    seen: list[tuple[int, int]] = []
+
+    def download(name: str, counted: Counted) -> None:
+        counted(10)  # there from an earlier attempt
+        together.wait()
+        counted(60)
+        counted(100)
+
+    names = [f"file{number}" for number in range(PARALLEL)]
+    fetch_all(dict.fromkeys(names, 100), download, lambda _, done, total: seen.append((done, total)), 0)
+    assert seen[-1] == (100 * PARALLEL, 100 * PARALLEL)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_rate_bounds_what_comes_and_not_what_was_there() -> None:
+    def download(name: str, counted: Counted) -> None:
+        for size in range(50_000, 60_001, 1000):
+            counted(size)
+
+    began_s = time.monotonic()
+    fetch_all({"a": 60_000, "b": 60_000}, download, lambda *_: None, 20_000)
+    assert 0.9 <= time.monotonic() - began_s < 5.0
+
+
+def test_the_first_file_that_fails_ends_the_others() -> None:
+    ended: list[str] = []
+
+    def download(name: str, counted: Counted) -> None:
+        if name == "bad":
+            time.sleep(0.2)
+            raise OSError("gone")
+        try:
+            for size in range(10_000):
+                counted(size)
+                time.sleep(0.01)
+        except BaseException:
+            ended.append(name)
+            raise
+
+    with pytest.raises(OSError, match="gone"):
+        fetch_all({"good": 10_000, "bad": 1, "other": 10_000}, download, lambda *_: None, 0)
+    assert sorted(ended) == ["good", "other"]

@@ -19,7 +19,7 @@ def test_what_lay_behind_a_chunk_is_cut_off(tmp_path: Path) -> None:
     append_chunk(path, 0, ONE, whole)
     with path.open("ab") as stream:
         stream.write(b"torn, and longer than the chunk that follows")
-    append_chunk(path, 1, TWO, whole)
+    append_chunk(path, FILE.start(1), TWO, whole)
     assert path.read_bytes() == ONE + TWO
     assert "sha256:" + whole.hexdigest() == FILE.digest
 
@@ -41,7 +41,7 @@ def test_promoted_folder_has_the_wanted_files_only(tmp_path: Path) -> None:
     assert folders.open() == {}
     path = folders.begin_file("v", FILE)
     append_chunk(path, 0, ONE, hashlib.sha256())
-    append_chunk(path, 1, TWO, hashlib.sha256())
+    append_chunk(path, FILE.start(1), TWO, hashlib.sha256())
     (path.parent / "stray.json").write_text("{}")
     ready = folders.promote("v", [FILE])
     assert [p.relative_to(ready).as_posix() for p in ready.rglob("*") if p.is_file()] == [FILE.path]

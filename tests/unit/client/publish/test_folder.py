@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle  # noqa: TID251  (it writes what must be refused)
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from fairway.client.publish.publish import CHUNK_BYTES, PublishRefused, find_files, hash_files, manifest_of
 from services.core.manifest import check_manifest, sha256_of, weights_digest_of
 from services.rpc.convert.registry import manifest_from_proto
-from tests.support.model_folder import safetensors, write_model
+from tests.support.model_folder import header_of, safetensors, write_model
 
 
 def found(folder: Path) -> list[str]:
@@ -167,3 +169,31 @@ def test_the_template_inside_the_tokenizers_configuration_is_pinned_by_that_file
     files = find_files(folder)
     manifest = manifest_of(files, hash_files(files, lambda _: None).files, "causal-lm", 0)
     assert manifest.chat_template_digest == sha256_of((folder / "tokenizer_config.json").read_bytes())
+
+
+def _published(folder: Path, shapes: dict[str, list[int]], padding: int) -> list[str]:
+    folder.mkdir()
+    header = header_of(shapes) + b" " * padding
+    data = b"".join(random.Random(name).randbytes(4 * math.prod(shape)) for name, shape in shapes.items())
+    path = folder / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    hashed = hash_files({path.name: path}, lambda _: None).files
+    manifest = manifest_from_proto(manifest_of({}, hashed, "fixed-cost", 0))
+    check_manifest(manifest)
+    return list(manifest.files[0].chunks)
+
+
+def test_a_longer_header_and_another_tensor_leave_the_other_chunks_as_they_were(tmp_path: Path) -> None:
+    first = {"embed": [3000, 1000], "norm": [7], "up": [1200, 1000], "scale": [3], "down": [500, 1000]}
+    second = {
+        "embed": first["embed"],
+        "added": [9],
+        **{name: first[name] for name in ("norm", "up", "scale", "down")},
+    }
+    one = _published(tmp_path / "one", first, 0)
+    other = _published(tmp_path / "other", second, 3)
+    assert len(one) == 1 + 3 + 1 + 2 + 1 + 1
+    assert [at for at, chunk in enumerate(other) if chunk not in one] == [
+        0,
+        4,
+    ]  # the header, `added` with `norm`

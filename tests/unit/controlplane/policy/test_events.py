@@ -12,7 +12,6 @@ from services.controlplane.policy.assign import Unplaced
 from services.controlplane.policy.events import (
     MAX_MESSAGE_CHARS,
     Observed,
-    TokenBucket,
     events_between,
     kind_of,
 )
@@ -43,6 +42,7 @@ from services.core.records import (
     tag_key,
     version_key,
 )
+from services.core.token_bucket import TokenBucket
 from services.ports.poison.quarantine import Quarantined
 
 OLD, NEW = "sha256:" + "a" * 64, "sha256:" + "b" * 64

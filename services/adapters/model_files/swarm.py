@@ -1,0 +1,285 @@
+"""This node's part in the swarms of its versions: it fetches chunks as the tracker orders, and reports.
+
+While no registry answers, chunks are requested from the peers that are known, at random, until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from random import Random
+from typing import Final, NoReturn
+
+import structlog
+
+from fairway.task_group import TaskGroup
+from services.adapters.grpc.chunk_peers import ChunkPeers
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.model_files.shared_chunks import ByteRate, SharedChunks, SharedVersion
+from services.adapters.threads import in_thread
+from services.core.errors import DeadlineExceeded, FairwayError, IntegrityError, NotFound, Unavailable
+from services.core.swarm import (
+    AVOID_S,
+    MAX_ORDERS,
+    ChunkOrder,
+    ChunkOrders,
+    ChunkPeer,
+    ChunkReport,
+    FailedChunk,
+)
+from services.ports.clock import Clock
+
+log = structlog.get_logger()
+
+Take = Callable[[int, bytes], Awaitable[None]]
+
+STALL_S: Final = 5.0  # time without a byte after which a peer has stalled
+CHUNK_S: Final = 60.0  # longest time for a chunk
+PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
+PARALLEL: Final = 8  # chunks that are received at once
+_REGISTRY_STALL_S: Final = 30.0  # as long as a chunk may wait for its turn there
+_LEAST_ORDERS: Final = 8
+_RETRY_S: Final = 0.5
+_UNTRACKED: Final = 2  # orders to a registry that does not track
+_ANNOUNCE_RETRY_S: Final = 5.0
+_LOOK_S: Final = 1.0
+_MOST_GAINED: Final = 4096  # of one report
+
+
+class Swarm:
+    """All versions that this node shares; one per process. ``announce`` has to run."""
+
+    def __init__(
+        self,
+        registry: RegistryClient,
+        peers: ChunkPeers,
+        node: ChunkPeer,
+        clock: Clock,
+        rng: Random,
+        *,
+        upload_bytes_per_s: int = 0,
+        download_bytes_per_s: int = 0,
+    ) -> None:
+        """``node`` is how others reach this one."""
+        self.shared = SharedChunks(clock, bytes_per_s=upload_bytes_per_s)
+        self.received_bytes = Counter[str]()  # verified: from_registry, from_peer
+        self.registry = registry
+        self.peers = peers
+        self.node = node
+        self.clock = clock
+        self.rng = rng
+        self.pace = ByteRate(download_bytes_per_s, clock)
+        self._changed = asyncio.Event()
+
+    async def fetch(self, version: SharedVersion, take: Take) -> None:
+        """Return once the node has every chunk; ``take`` stores a verified one.
+
+        What arrives is shared at once. Raises Unavailable after ``PATIENCE_S`` without a chunk,
+        IntegrityError for a chunk that the registry sent damaged twice, and what ``take`` raises and what
+        refuses the reports.
+        """
+        self.shared.versions[version.key] = version
+        version.is_fetching = True
+        try:
+            await _Fetch(self, version, take).run()
+        finally:
+            version.is_fetching, version.due_s = False, 0.0
+            self._changed.set()
+
+    def share(self, version: SharedVersion) -> None:
+        """Share a version that is complete, unless it is shared already."""
+        version.add_all()
+        if self.shared.versions.setdefault(version.key, version) is version:
+            self._changed.set()
+
+    def traffic(self) -> Sequence[tuple[tuple[str], float]]:
+        """Return the bytes of verified chunks received, by source, and of those sent."""
+        way = {**self.received_bytes, "to_peer": self.shared.sent_bytes}
+        return [((name,), float(size_bytes)) for name, size_bytes in way.items()]
+
+    def leave(self, digest: str) -> None:
+        """Share no more what has chunks of the version. The tracker forgets this node in time."""
+        for key in [key for key in self.shared.versions if digest in key]:
+            del self.shared.versions[key]
+
+    async def report(self, version: SharedVersion, fetching: tuple[int, ...], wanted: int) -> ChunkOrders:
+        """Report what changed. What was not received is part of the next report."""
+        have = version.bitmap() if version.sends_bitmap else b""
+        gained, failed = tuple(version.gained[:_MOST_GAINED]), tuple(version.failed[:MAX_ORDERS])
+        report = ChunkReport(self.node, have, gained, fetching, failed, wanted)
+        answer = await self.registry.exchange_chunks(
+            version.model, version.digest, report, base_digest=version.base.digest
+        )
+        del version.gained[: len(gained)], version.failed[: len(failed)]
+        version.sends_bitmap = answer.resend
+        return answer
+
+    async def announce(self) -> NoReturn:
+        """Report the versions that are not being fetched, until cancelled."""
+        while True:
+            for version in list(self.shared.versions.values()):
+                if not version.is_fetching and version.due_s <= self.clock.monotonic_s():
+                    await self._announce(version)
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _announce(self, version: SharedVersion) -> None:
+        try:
+            answer = await self.report(version, (), 0)
+            wait_s = 0.0 if answer.resend else answer.next_report_s
+        except FairwayError as error:
+            log.info("model_chunks.not_announced", digest=version.digest, error=error.message)
+            wait_s = _ANNOUNCE_RETRY_S
+        version.due_s = self.clock.monotonic_s() + wait_s
+
+
+class _Fetch:
+    """One fetch: a task that reports and queues orders, and ``PARALLEL`` ones that carry them out."""
+
+    def __init__(self, swarm: Swarm, version: SharedVersion, take: Take) -> None:
+        self._swarm = swarm
+        self._version = version
+        self._take = take
+        self._clock = swarm.clock
+        self._lacking = dict.fromkeys(version.lacking())
+        self._open: dict[int, ChunkOrder] = {}  # queued or being carried out
+        self._queue: asyncio.Queue[ChunkOrder] = asyncio.Queue()
+        self._peers: tuple[ChunkPeer, ...] = ()
+        self._avoided: dict[str, float] = {}  # until when, by address
+        self._damaged = Counter[int]()  # by chunk, from the registry
+        self._is_tracked = True  # whether the registry answered last
+        self._done = asyncio.Event()
+        self._moved_s = self._clock.monotonic_s()
+        self._error: FairwayError = Unavailable("neither the registry nor a peer sends chunks")
+
+    async def run(self) -> None:
+        try:
+            async with TaskGroup() as group:
+                workers = [group.create_task(self._work()) for _ in range(PARALLEL)]
+                await self._steer()
+                for worker in workers:
+                    worker.cancel()
+        except BaseExceptionGroup as errors:  # the rest are consequences of the first
+            raise errors.exceptions[0] from None
+
+    async def _steer(self) -> None:
+        """Report and queue orders for two intervals at the present rate, until nothing is lacking."""
+        most, before, before_s = _LEAST_ORDERS, len(self._lacking), self._clock.monotonic_s()
+        while self._lacking:
+            wait_s = await self._report(most - len(self._open))
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._done.wait()
+            except TimeoutError:
+                pass
+            now_s = self._clock.monotonic_s()
+            per_s = (before - len(self._lacking)) / max(1e-3, now_s - before_s)
+            most = min(MAX_ORDERS, max(_LEAST_ORDERS, math.ceil(2.0 * wait_s * per_s)))
+            before, before_s = len(self._lacking), now_s
+            if now_s > self._moved_s + PATIENCE_S:
+                raise self._error
+
+    async def _report(self, wanted: int) -> float:
+        """Return the time until the next report."""
+        try:
+            answer = await self._swarm.report(self._version, tuple(self._open), max(0, wanted))
+        except (Unavailable, DeadlineExceeded) as error:
+            if self._is_tracked:
+                log.warning("model_chunks.not_tracked", digest=self._version.digest, error=error.message)
+            self._error, self._is_tracked = error, False
+            self._request_at_random(wanted)
+            return _RETRY_S
+        self._is_tracked = True
+        self._peers = answer.peers or self._peers
+        for order in answer.orders:
+            self._add(order)
+        return answer.next_report_s
+
+    def _request_at_random(self, wanted: int) -> None:
+        """Queue orders to known peers; without any, a few to the registry, which may lack its store alone."""
+        now_s, rng = self._clock.monotonic_s(), self._swarm.rng
+        others = [peer for peer in self._peers if peer.address != self._swarm.node.address]
+        peers = [peer for peer in others if self._avoided.get(peer.address, now_s) <= now_s]
+        lacking = [index for index in self._lacking if index not in self._open]
+        most = min(wanted if peers else _UNTRACKED, len(lacking))
+        for index in rng.sample(lacking, max(0, most)):
+            self._add(ChunkOrder(index, rng.choice(peers) if peers else None))
+
+    def _add(self, order: ChunkOrder) -> None:
+        if order.index in self._lacking and order.index not in self._open:
+            self._open[order.index] = order
+            self._queue.put_nowait(order)
+
+    async def _work(self) -> NoReturn:
+        while True:
+            order = await self._queue.get()
+            try:
+                await self._carry_out(order)
+            finally:
+                del self._open[order.index]
+
+    async def _carry_out(self, order: ChunkOrder) -> None:
+        index, is_tracked = order.index, self._is_tracked
+        try:
+            data, wire_bytes = await self._receive(order)
+        except (FairwayError, TimeoutError) as error:
+            # A peer that lacks a chunk misled the tracker; requested at random, it did not.
+            is_guess = isinstance(error, NotFound) and not is_tracked
+            is_busy = isinstance(error, Unavailable) and error.retry_after_s is not None
+            address = "" if order.peer is None or is_guess or is_busy else order.peer.address
+            if order.peer is None and isinstance(error, IntegrityError):
+                self._damaged[index] += 1
+                if self._damaged[index] > 1:
+                    raise
+            if address:
+                self._avoided[address] = self._clock.monotonic_s() + AVOID_S
+                log.warning("model_chunk.peer_failed", peer=address, chunk=index, error=repr(error))
+            elif order.peer is None and isinstance(error, FairwayError):
+                self._error = error
+            self._version.failed.append(FailedChunk(index, address))
+            return
+        await self._take(index, data)
+        self._swarm.received_bytes["from_registry" if order.peer is None else "from_peer"] += wire_bytes
+        self._version.add(index)
+        del self._lacking[index]
+        self._moved_s = self._clock.monotonic_s()
+        if not self._lacking:
+            self._done.set()
+
+    async def _receive(self, order: ChunkOrder) -> tuple[bytes, int]:
+        """Return a verified chunk, and the bytes that were received for it.
+
+        Raises TimeoutError, IntegrityError, and what the source raises.
+        """
+        version, swarm, index = self._version, self._swarm, order.index
+        size_bytes, digest, data = version.chunk_bytes(index), version.chunks[index], bytearray()
+        base = await in_thread(version.base.read, digest)
+        is_lost = base is None and digest in version.base.places  # then no delta can be used
+        if order.peer is None or is_lost:
+            stall_s = _REGISTRY_STALL_S
+            source = swarm.registry.download(digest, base="" if is_lost else version.base.chunk(digest))
+        else:
+            stall_s = STALL_S
+            source = swarm.peers.read(order.peer, version.digest, index, version.base.digest)
+        async with asyncio.timeout(CHUNK_S), aclosing(source) as pieces:
+            while len(data) <= size_bytes:
+                async with asyncio.timeout(stall_s):
+                    piece = await anext(pieces, b"")
+                if not piece:
+                    break
+                data += piece
+                await swarm.pace.take(len(piece))
+        received = await in_thread(version.verified, index, bytes(data), base)
+        if received is None:
+            file, at = version.places[index][0]
+            raise IntegrityError(
+                f"chunk {at} of {file.path} is not {digest}", path=file.path, chunk=at, digest=digest
+            )
+        return received, len(data)

@@ -1,0 +1,367 @@
+"""A version that nodes fetch from a registry and from each other, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from fairway.v1 import worker_pb2, worker_pb2_grpc
+from services.adapters.blobs.folder import FolderBlobs
+from services.adapters.grpc.chunk_peers import ChunkPeers
+from services.adapters.grpc.registry_client import RegistryClient
+from services.adapters.memory.store import MemoryStore
+from services.adapters.model_files import shared_chunks
+from services.adapters.model_files import swarm as node_side
+from services.adapters.model_files.cache import ModelFiles
+from services.adapters.model_files.shared_chunks import SharedChunks
+from services.adapters.model_files.swarm import Swarm
+from services.core.errors import IntegrityError, StoreUnavailable
+from services.core.manifest import CHUNK_BYTES
+from services.core.swarm import ChunkOrders, ChunkPeer
+from services.rpc.channel import RoleChannel
+from services.rpc.server import RpcServer, RpcService
+from services.runtime.clock import SystemClock
+from services.worker.chunk_servicer import ChunkServicer
+from tests.integration.registry.harness import publish_any, same
+from tests.support.local_servers import free_port
+from tests.support.model_folder import header_of, write_model
+from tests.support.registry import ADMIN, TOKEN, Served, served
+
+CLOCK = SystemClock()
+CHUNKS = 12  # of the weights; the small files are one chunk each
+MODEL = "tiny"
+
+
+class Origin(FolderBlobs):
+    """Counts what leaves it, at most so many bytes per second; ``spoil`` sends other bytes of a chunk."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.sent = Counter[str]()
+        self.rate = 40 * 2**20
+        self._free_s = 0.0
+
+    async def get(self, digest: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        self.sent[digest] += 1
+        async with aclosing(super().get(digest, offset_bytes)) as pieces:
+            async for piece in pieces:
+                now_s = time.monotonic()
+                self._free_s = max(now_s, self._free_s) + len(piece) / self.rate
+                await asyncio.sleep(self._free_s - now_s)
+                yield piece
+
+
+class Rubbish(SharedChunks):
+    """Sends other bytes."""
+
+    async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().pieces(digest, index, base_digest)) as pieces:
+            async for piece in pieces:
+                self.sent_bytes += 1
+                yield bytes([piece[0] ^ 1]) + piece[1:]
+
+
+class Stalling(SharedChunks):
+    """Sends a piece and no more."""
+
+    async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:
+        async with aclosing(super().pieces(digest, index, base_digest)) as pieces:
+            yield await anext(pieces)
+            await asyncio.sleep(3600)
+
+
+@dataclass
+class Node:
+    """One worker's cache with its server. ``kill`` leaves its disk as it is."""
+
+    files: ModelFiles
+    swarm: Swarm
+    server: RpcServer
+    peers: ChunkPeers
+    channel: RoleChannel
+    announcing: asyncio.Task[None]
+    fetching: asyncio.Task[Path] | None = None
+
+    def fetch(self, digest: str) -> asyncio.Task[Path]:
+        self.fetching = asyncio.create_task(self.files.fetch(MODEL, digest))
+        return self.fetching
+
+    async def kill(self) -> None:
+        tasks = [task for task in (self.announcing, self.fetching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await self.server.stop(0)
+        await self.peers.close()
+        await self.channel.close()
+        self.files.close()
+
+
+@dataclass
+class Fleet:
+    registry: Served
+    origin: Origin
+    root: Path
+    open: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def node(
+        self, name: str, chunks: type[SharedChunks] = SharedChunks, *, up: int = 0, down: int = 0
+    ) -> Node:
+        address = f"127.0.0.1:{free_port()}"
+        peers, channel = ChunkPeers(TOKEN), RoleChannel(self.registry.address)
+        client = RegistryClient(channel, TOKEN)
+        swarm = Swarm(client, peers, ChunkPeer(address), CLOCK, Random(name), download_bytes_per_s=down)
+        swarm.shared = chunks(CLOCK, bytes_per_s=up)
+        service = RpcService(
+            worker_pb2.DESCRIPTOR.services_by_name["ChunkService"],
+            worker_pb2_grpc.add_ChunkServiceServicer_to_server,
+            ChunkServicer(swarm.shared),
+        )
+        server = RpcServer([service], listen=address, internal_token=TOKEN, new_incident=lambda: "inc")
+        await server.start()
+        files = ModelFiles(client, self.root / name, CLOCK, max_bytes=10**9, swarm=swarm)
+        node = Node(files, swarm, server, peers, channel, asyncio.create_task(swarm.announce()))
+        self.open.push_async_callback(node.kill)
+        return node
+
+    async def nodes(self, count: int, *, down: int = 0) -> list[Node]:
+        return [await self.node(f"node-{number}", down=down) for number in range(count)]
+
+    def copies(self, digest: str) -> float:
+        """What left the origin, by the chunks that did, without the manifest."""
+        chunks = [times for name, times in self.sent.items() if name != digest]
+        return sum(chunks) / len(chunks)
+
+    @property
+    def sent(self) -> Counter[str]:
+        return self.origin.sent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", weight_bytes=CHUNKS * CHUNK_BYTES)
+
+
+@pytest_asyncio.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    origin = Origin(tmp_path / "blobs")
+    async with served(MemoryStore(CLOCK), origin, CLOCK) as registry:
+        found = Fleet(registry, origin, tmp_path)
+        async with found.open:
+            yield found
+
+
+async def published(fleet: Fleet, folder: Path) -> str:
+    done = await publish_any(fleet.registry.channel, folder, MODEL, metadata=ADMIN)
+    fleet.sent.clear()
+    return done.digest
+
+
+async def test_a_chunk_leaves_the_registry_about_once(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    nodes = await fleet.nodes(4)
+    for path in await asyncio.gather(*(node.fetch(digest) for node in nodes)):
+        assert same(folder, path)
+    assert fleet.copies(digest) <= 1.1, fleet.sent
+    fleet.registry.service.tracker._swarms[digest, ""].check_integrity()
+    fleet.sent.clear()
+    assert same(folder, await (await fleet.node("late")).fetch(digest))
+    assert set(fleet.sent) == {digest}, "a chunk left the registry that nodes have"
+
+
+@pytest.mark.parametrize("bad", [Rubbish, Stalling])
+async def test_a_peer_that_lies_or_stalls_is_replaced_and_left_out(
+    fleet: Fleet, folder: Path, bad: type[SharedChunks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_side, "STALL_S", 2.0)
+    monkeypatch.setattr(shared_chunks, "_TURN_S", 0.5)
+    digest = await published(fleet, folder)
+    liar = await fleet.node("liar", bad)
+    await liar.fetch(digest)
+    assert liar.swarm.shared.versions[digest, ""].bitmap()
+    fleet.sent.clear()
+    nodes = await fleet.nodes(3)
+    for path in await asyncio.gather(*(node.fetch(digest) for node in nodes)):
+        assert same(folder, path)
+    # It alone had the chunks: once two nodes have reported it, they come from the registry, once.
+    assert fleet.copies(digest) <= 1.5, fleet.sent
+    swarm = fleet.registry.service.tracker._swarms[digest, ""]
+    assert swarm._nodes[liar.swarm.node.address].is_out
+    assert not any(swarm._nodes[node.swarm.node.address].is_out for node in nodes)
+
+
+async def test_a_node_that_dies_resumes_without_fetching_again(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    nodes = await fleet.nodes(3)
+    tasks = [node.fetch(digest) for node in nodes]
+    victim = nodes[0]
+    while victim.swarm.received_bytes.total() < 0.6 * CHUNKS * CHUNK_BYTES:
+        await asyncio.sleep(0.01)
+    await victim.kill()
+    had = victim.swarm.received_bytes.total()
+    again = await fleet.node("node-0")
+    assert same(folder, await again.fetch(digest))
+    for task in tasks[1:]:
+        assert same(folder, await task)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    refetched = had + again.swarm.received_bytes.total() - size
+    assert refetched <= 0.02 * size, "verified chunks were fetched again"
+
+
+async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    await (await fleet.node("seed")).fetch(digest)
+    nodes = await fleet.nodes(2, down=12 * 2**20)
+    tasks = [node.fetch(digest) for node in nodes]
+    while min(node.swarm.received_bytes.total() for node in nodes) < 3 * CHUNK_BYTES:
+        await asyncio.sleep(0.01)
+    fleet.sent.clear()
+    await fleet.registry.server.stop(0)
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        assert same(folder, await task)
+    assert fleet.sent.total() == 0
+
+
+async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    node = await fleet.node("node")
+    await node.files.readable(MODEL, digest)
+
+    async def unavailable(*_: object) -> ChunkOrders:
+        raise StoreUnavailable("no store")
+
+    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign,assignment]
+    assert same(folder, await node.fetch(digest))
+    assert fleet.copies(digest) == 1.0
+
+
+async def test_a_registry_that_is_back_learns_what_the_nodes_have(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    nodes = await fleet.nodes(3)
+    tasks = [node.fetch(digest) for node in nodes]
+    while min(node.swarm.received_bytes.total() for node in nodes) < 2 * CHUNK_BYTES:
+        await asyncio.sleep(0.01)
+    fleet.registry.service.tracker._swarms.clear()  # as after a restart
+    for task in tasks:
+        assert same(folder, await task)
+    fleet.registry.service.tracker._swarms[digest, ""].check_integrity()
+    assert fleet.copies(digest) <= 1.6, fleet.sent
+
+
+async def test_a_chunk_that_the_registry_damages_twice_ends_the_fetch(fleet: Fleet, folder: Path) -> None:
+    digest = await published(fleet, folder)
+    _, manifest = await fleet.registry.client.get_version(MODEL, digest)
+    weights = next(file for file in manifest.files if file.path.endswith(".safetensors"))
+    get = fleet.origin.get
+
+    async def spoiled(chunk: str, offset_bytes: int = 0) -> AsyncGenerator[bytes, None]:
+        async with aclosing(get(chunk, offset_bytes)) as pieces:
+            async for piece in pieces:
+                yield piece if chunk != weights.chunks[3] else bytes([piece[0] ^ 1]) + piece[1:]
+
+    fleet.origin.get = spoiled  # type: ignore[method-assign,assignment]
+    node = await fleet.node("node")
+    with pytest.raises(IntegrityError) as caught:
+        await node.fetch(digest)
+    assert caught.value.metadata["path"] == weights.path
+    assert not node.swarm.shared.versions
+
+
+@pytest.mark.parametrize("bound", ["up", "down"])
+async def test_rates_bound_what_a_node_sends_and_receives(fleet: Fleet, folder: Path, bound: str) -> None:
+    digest, rate = await published(fleet, folder), 16 * 2**20
+    seed = await fleet.node("seed", up=rate if bound == "up" else 0)
+    await seed.fetch(digest)
+    other = await fleet.node("other", down=rate if bound == "down" else 0)
+    began_s = time.monotonic()
+    await other.fetch(digest)
+    assert time.monotonic() - began_s >= 0.9 * (CHUNKS * CHUNK_BYTES - rate / 4) / rate
+
+
+def write_floats(root: Path, weights: np.ndarray[Any, Any], layers: int = 4) -> Path:
+    """Write a folder whose weights are these float32 values, in so many tensors."""
+    write_model(root)
+    header = header_of({f"layer{at}": [len(weights) // layers] for at in range(layers)})
+    (root / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights.tobytes())
+    return root
+
+
+def tuned(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return weights of which one element in a hundred is another, and the last tensor is as it was."""
+    rng = np.random.default_rng(5)
+    where = rng.random(weights.size) < 0.01
+    where[weights.size // 4 * 3 :] = False
+    found = weights.copy()
+    found[where] = rng.standard_normal(int(where.sum()), np.float32)
+    return found
+
+
+@dataclass
+class TwoVersions:
+    first: str
+    second: str
+    folder: Path
+    size_bytes: int
+
+
+@pytest_asyncio.fixture
+async def versions(fleet: Fleet, tmp_path: Path) -> TwoVersions:
+    weights = np.random.default_rng(4).standard_normal(CHUNKS * CHUNK_BYTES // 4, np.float32)
+    first = await published(fleet, write_floats(tmp_path / "first", weights))
+    folder = write_floats(tmp_path / "second", tuned(weights))
+    return TwoVersions(first, await published(fleet, folder), folder, weights.nbytes)
+
+
+async def test_a_next_version_comes_as_deltas_to_those_that_have_the_last(
+    fleet: Fleet, versions: TwoVersions
+) -> None:
+    had, fresh = await fleet.nodes(3), await fleet.node("fresh")
+    await asyncio.gather(*(node.fetch(versions.first) for node in had))
+    before = [node.swarm.received_bytes.total() for node in had]
+    for path in await asyncio.gather(*(node.fetch(versions.second) for node in had)):
+        assert same(versions.folder, path)
+    for node, received in zip(had, before, strict=True):
+        assert 0 < node.swarm.received_bytes.total() - received <= 0.03 * versions.size_bytes
+    assert any(node.swarm.received_bytes["from_peer"] for node in had)
+    fleet.sent.clear()
+    assert same(versions.folder, await fresh.fetch(versions.second))
+    assert set(fleet.sent) == {versions.second}, "a chunk left the registry that nodes have"
+    assert fresh.swarm.received_bytes.total() >= versions.size_bytes
+
+
+async def test_a_base_that_is_damaged_costs_its_chunk_alone(fleet: Fleet, versions: TwoVersions) -> None:
+    one, other = await fleet.nodes(2)
+    folder = await one.fetch(versions.first)
+    await other.fetch(versions.first)
+    before = one.swarm.received_bytes.total()
+    with (folder / "model.safetensors").open("r+b") as stream:
+        stream.seek(CHUNK_BYTES + 99)
+        stream.write(b"damaged!")
+    for path in await asyncio.gather(one.fetch(versions.second), other.fetch(versions.second)):
+        assert same(versions.folder, path)
+    assert one.swarm.received_bytes.total() - before <= CHUNK_BYTES + 0.03 * versions.size_bytes
+    swarm = fleet.registry.service.tracker._swarms[versions.second, versions.first]
+    assert not any(node.is_out or node.avoids for node in swarm._nodes.values()), "a peer was blamed"
+
+
+async def test_without_a_swarm_equal_chunks_are_not_fetched_again(
+    fleet: Fleet, versions: TwoVersions, tmp_path: Path
+) -> None:
+    files = ModelFiles(fleet.registry.client, tmp_path / "alone", CLOCK, max_bytes=10**9)
+    await files.fetch(MODEL, versions.first)
+    fleet.sent.clear()
+    assert same(versions.folder, await files.fetch(MODEL, versions.second))
+    assert fleet.sent.total() == 1 + CHUNKS * 3 // 4, fleet.sent  # the manifest, and the changed tensors
+    files.close()
