@@ -287,7 +287,7 @@ class Arms(RolloutListener, GrantListener, Invariant):
             request.started, request.revision = digest, revision
         if spec.produced_ids:
             return
-        if revision < host.least_route_revisions.get(digest, 0):
+        if revision < host.least_route_revision(digest):
             self._add(FENCE, f"{worker_id} started request {number} by revision {revision}")
         aborted = digest == self._history.candidate and self._is_aborted(revision)
         if aborted and self._is_late(STORE, _PLANE, worker_id):

@@ -208,12 +208,12 @@ class _Swapping:
 class _Unfencing(SequenceHost):
     def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
         digest = spec.grant.version_digest
-        least, self.least_route_revisions = self.least_route_revisions, {}
+        withdrawals, self.withdrawals = self.withdrawals, {}
         closed = digest in self._closed_to
         self._closed_to.discard(digest)
         try:
             return super()._refusal(spec)
         finally:
-            self.least_route_revisions = least
+            self.withdrawals = withdrawals
             if closed:
                 self._closed_to.add(digest)
