@@ -53,7 +53,7 @@ AFTER_S: Final = 6.0  # of traffic after a cutover
 SETTLED_S: Final = 3.0  # without an answer of the reverted version
 LONGEST_S: Final = 120.0
 MOST_REVERT_S: Final = 60.0
-LATE_S: Final = 1.5
+LATE_S: Final = 2.5  # for which a worker receives nothing of the cutover; its lease lasts 5 s
 CUT, LATE = "gateway-2", "worker-3"
 SETTINGS: Final = {
     "FAIRWAY_NULL_STEP_S": "0.02",
@@ -173,18 +173,21 @@ class CutoverDrill:
     async def turn(self, number: int, turn: Turn, folder: Path) -> TurnResult:
         """Cut over to a new version and revert it."""
         tag = f"v{number}"
-        await publish_folder(self.admin, write_version(folder / tag, VersionFault.GOOD, number), NAME, tag)
-        lifts = await self._injected([Net(LATE, "etcd", "delay", LATE_S)] if turn.cut else [])
-        if turn.cut == "before":
-            lifts += await self._injected([Net(CUT, "etcd", "hole")])
+        await publish(self.admin, folder, number)
+        lifts = await self._injected([Net(CUT, "etcd", "hole")] if turn.cut == "before" else [])
         rollout = await self.admin.rollouts.create(rollout_to(tag, turn))
         old, new = rollout.stable_digest, rollout.arms[0].version_digest
         await self._until(tag, lambda one: one.phase == cp.ROLLOUT_PHASE_SOAKING)
         if turn.cut == "soak":
             lifts += await self._injected([Net(CUT, "etcd", "hole")])
         await asyncio.sleep(OLD_VIEW_S if turn.cut else 1.0)
+        late = await self._injected([Net(LATE, "etcd", "hole")] if turn.cut else [])
         await self.admin.rollouts.promote(tag)
+        await asyncio.sleep(LATE_S if late else 0.0)
+        for lift in late:
+            await lift()
         found = await self._until(tag, lambda one: bool(one.cutover_revision))
+        print(f"  {[(one.what, one.time.ToJsonString()[14:23]) for one in found.history[-2:]]}", flush=True)
         ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
         await asyncio.sleep(AFTER_S)
         after = self.load.since(ack_unix_s)
@@ -284,6 +287,13 @@ class CutoverDrill:
         return series in await asyncio.to_thread(read_page, url)
 
 
+async def publish(admin: AdminClient, folder: Path, number: int) -> None:
+    """Publish a version of its own under the tag vNUMBER."""
+    tag = f"v{number}"
+    written = write_version(folder / tag, VersionFault.GOOD, number)
+    await publish_folder(admin, written, NAME, tag, report=lambda _: None)
+
+
 def rollout_to(tag: str, turn: Turn) -> cp.Rollout:
     """Return a rollout that moves all traffic once its replicas are READY, and is final when promoted."""
     found = cp.Rollout(
@@ -309,8 +319,7 @@ async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], Cutove
             credentials=credentials_of(fleet.addresses.certs),
         )
         async with admin:
-            first = write_version(folder / "v0", VersionFault.GOOD, 0)
-            await publish_folder(admin, first, NAME, "v0")
+            await publish(admin, folder, 0)
             deployment = cp.Deployment(
                 metadata=cp.Metadata(name=NAME), model=NAME, version="v0", replicas=4, executor="null"
             )
