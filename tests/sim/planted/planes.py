@@ -109,6 +109,13 @@ class MissesAborts(GatewayNode):
         return _Missing(self.routes)
 
 
+class MissesCutovers(GatewayNode):
+    """Keeps the first split that it reads, and sends to its stable version."""
+
+    def make_splits(self) -> Splits:
+        return _Frozen(self.routes)
+
+
 class SwapsVersions(GatewayNode):
     """Starts one sequence in three on the other version, where a worker has it."""
 
@@ -189,6 +196,18 @@ class _Missing(Splits):
         self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
     ) -> RouteArm:
         return super().choose(route, caller, serves=lambda digest: True)
+
+
+class _Frozen(Splits):
+    def of(self, model: str) -> Versioned[ModelRoute] | None:
+        if (found := super().of(model)) is not None:
+            self.__dict__.setdefault("first", found)
+        return self.__dict__.get("first", found)
+
+    def choose(
+        self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
+    ) -> RouteArm:
+        return route.stable
 
 
 class _Swapping:
