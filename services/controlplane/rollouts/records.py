@@ -250,4 +250,9 @@ def _check_weights(rollout: Rollout) -> None:
 def _check_rules(rollout: Rollout, names: list[str]) -> None:
     for tenant, arm in rollout.rules.overrides.items():
         if arm not in (STABLE, *names):
-            raise InvalidInput(f"the override of {tenant} names no arm", field="rollout.rules.overrides")
+            some = ", ".join((STABLE, *names))
+            raise InvalidInput(
+                f"the override of {tenant} leads to no arm: name one of {some}",
+                field="rollout.rules.overrides",
+                arm=arm,
+            )
