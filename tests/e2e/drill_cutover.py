@@ -53,6 +53,7 @@ AFTER_S: Final = 6.0  # of traffic after a cutover
 SETTLED_S: Final = 3.0  # without an answer of the reverted version
 LONGEST_S: Final = 120.0
 MOST_REVERT_S: Final = 60.0
+REPORT_S: Final = 10.0
 LATE_S: Final = 2.5  # for which no worker receives the cutover; their leases last 5 s
 CUT, LATE = "gateway-2", "worker-*"
 SETTINGS: Final = {
@@ -272,7 +273,6 @@ class CutoverDrill:
             (b"{", 'unreadable_records{prefix="/fairway/v1/routes/"} 1'),
         ):
             await self._commit(Put(key, value))
-            await asyncio.sleep(2.0)
             reported += [await self._reports(name, series) for name in self.fleet.gateways]
             await self._commit(Delete(key))
         answers = self.load.since(began_unix_s)
@@ -283,8 +283,12 @@ class CutoverDrill:
         await self.fleet.store.commit([operation])
 
     async def _reports(self, gateway: str, series: str) -> bool:
+        """Return whether the gateway exports a series within ``REPORT_S``."""
         url = f"http://{self.fleet.addresses.of(f'{gateway}_metrics')}/metrics"
-        return series in await asyncio.to_thread(read_page, url)
+        ends_s = time.monotonic() + REPORT_S
+        while not (found := series in await asyncio.to_thread(read_page, url)) and time.monotonic() < ends_s:
+            await asyncio.sleep(0.5)
+        return found
 
 
 async def publish(admin: AdminClient, folder: Path, number: int) -> None:
