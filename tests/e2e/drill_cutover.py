@@ -253,12 +253,11 @@ class CutoverDrill:
 
     async def _until(self, name: str, holds: Callable[[cp.Rollout], bool]) -> cp.Rollout:
         ends_s = time.monotonic() + LONGEST_S
-        while time.monotonic() < ends_s:
-            found = await self.admin.rollouts.get(name)
-            if holds(found):
-                return found
+        while not holds(found := await self.admin.rollouts.get(name)):
+            if time.monotonic() > ends_s:
+                raise AssertionError(f"{name} is {cp.RolloutPhase.Name(found.phase)}: {found.message}")
             await asyncio.sleep(0.1)
-        raise AssertionError(f"{name} is {cp.RolloutPhase.Name(found.phase)}: {found.message}")
+        return found
 
     async def misrouted(self) -> bool:
         """Write routes that lead nowhere by hand; return whether every gateway reported each and the
@@ -286,9 +285,11 @@ class CutoverDrill:
         """Return whether the gateway exports a series within ``REPORT_S``."""
         url = f"http://{self.fleet.addresses.of(f'{gateway}_metrics')}/metrics"
         ends_s = time.monotonic() + REPORT_S
-        while not (found := series in await asyncio.to_thread(read_page, url)) and time.monotonic() < ends_s:
+        while time.monotonic() < ends_s:
+            if series in await asyncio.to_thread(read_page, url):
+                return True
             await asyncio.sleep(0.5)
-        return found
+        return False
 
 
 async def publish(admin: AdminClient, folder: Path, number: int) -> None:

@@ -61,20 +61,15 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """``replicas`` are the deployment's, ``arms`` are by name. ``unplaced`` states why an arm lacks a worker,
-    by name. ``measured``: the sums of the present step are complete, which they are not just after a
-    failover. ``unmeasured`` names what the stable version has too little of for a comparison, empty for
-    nothing. ``unfenced`` has the live workers that may still start requests of an earlier route than
-    ``route_revision`` on a version that left.
-    """
+    """What the fleet reports of a rollout."""
 
-    replicas: int
-    arms: Mapping[str, ArmFacts]
-    unplaced: Mapping[str, str] = field(default_factory=dict)
-    measured: bool = True
-    unmeasured: str = ""
-    route_revision: int = 0
-    unfenced: tuple[str, ...] = ()
+    replicas: int  # those of the deployment
+    arms: Mapping[str, ArmFacts]  # arms on the workers, by name
+    unplaced: Mapping[str, str] = field(default_factory=dict)  # why an arm lacks a worker, by name
+    measured: bool = True  # completeness of the present step's sums, which a new leader lacks at first
+    unmeasured: str = ""  # what the stable version has too little of for a comparison; empty: nothing
+    route_revision: int = 0  # revision of the stored route; 0: none
+    unfenced: tuple[str, ...] = ()  # live workers that have not confirmed it for a version that left
 
     def arm(self, name: str) -> ArmFacts:
         return self.arms.get(name, ArmFacts())

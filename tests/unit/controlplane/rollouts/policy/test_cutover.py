@@ -19,7 +19,7 @@ OTHER = "sha256:2"
 def test_it_is_cut_over_once_every_live_worker_confirms_the_fence() -> None:
     driven = Driven(rollout())
     driven.until(RolloutPhase.FINISHING)
-    fences = driven.fleet.workers["w1"].fences
+    fences, facts = driven.fleet.workers["w1"].fences, driven.facts
     for _ in range(20):
         fences.clear()  # its assignment has the fence, and it does not report it
         facts = driven.facts
