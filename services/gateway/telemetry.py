@@ -432,7 +432,7 @@ def export_route_faults(metrics: Metrics, read: Callable[[], list[tuple[str, str
     """Export the routes that are not followed as they are stored."""
     metrics.gauge(
         "fairway_gateway_route_faults",
-        "1 for a model whose route is no split (malformed) or gives traffic to a version that no worker has",
+        "1 for a route that cannot be followed",
         lambda: [((metrics.models.of(model), fault), 1.0) for model, fault in read()],
         ("model", "fault"),
     )

@@ -434,7 +434,7 @@ async def wait(
     ] = 3600.0,
     output: OutputOption = Format.TABLE,
 ) -> None:
-    """Return once every worker has confirmed the cutover; fail where the rollout ends otherwise."""
+    """Wait until every worker confirmed the cutover."""
     ends_s = time.monotonic() + timeout_s
     found = await _found(connection, name)
     while found.phase not in _ENDED and time.monotonic() < ends_s:

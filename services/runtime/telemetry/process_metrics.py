@@ -219,7 +219,7 @@ class ProcessMetrics:
         )
         metrics.gauge(
             "fairway_informer_unreadable_records",
-            "Records of a key prefix that cannot be decoded; the last good one holds",
+            "Records that cannot be decoded",
             read(lambda informer: float(len(informer.unreadable))),
             labels,
         )
