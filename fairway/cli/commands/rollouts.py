@@ -425,12 +425,12 @@ async def status(
         await asyncio.sleep(_POLL_S)
 
 
-@command(app, "wait", to=Server.CONTROLPLANE, examples=("fairway rollouts wait chat --timeout 30m",))
+@command(app, "wait", to=Server.CONTROLPLANE, examples=("fairway rollouts wait chat --within 30m",))
 async def wait(
     connection: Connection,
     name: RolloutArgument,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", parser=span_s, metavar="SPAN", help="Longest wait.")
+        float, typer.Option("--within", parser=span_s, metavar="SPAN", help="Longest wait.")
     ] = 3600.0,
     output: OutputOption = Format.TABLE,
 ) -> None:

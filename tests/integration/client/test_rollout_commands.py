@@ -91,7 +91,7 @@ async def test_a_deployment_goes_back_to_its_last_other_state(admin: Fleet) -> N
 async def test_a_wait_ends_with_the_cutover_and_fails_without_one(admin: Fleet) -> None:
     made = await document(admin, f"rollouts start chat --to {NEW} --name r --keep-warm 90s")
     assert made["keep_warm"] == "90s"
-    assert "r is loading" in await said(admin, "rollouts wait chat --timeout 1s", code=4)
+    assert "r is loading" in await said(admin, "rollouts wait chat --within 1s", code=4)
     held = await admin.store.get(ROLLOUTS + "r")
     assert held is not None
     final = replace(load(held.value, Rollout), phase=RolloutPhase.COMPLETED, cutover_revision=7)
