@@ -139,8 +139,9 @@ class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutP
     ROLLOUT_PHASE_SOAKING: _RolloutPhase.ValueType  # 3
     """All traffic is on the candidate, which is judged by what the version before did; that one is warm."""
     ROLLOUT_PHASE_FINISHING: _RolloutPhase.ValueType  # 4
-    """The deployment has the candidate; the version before ends its requests."""
+    """The deployment has the candidate; workers confirm that they refuse earlier routes to the version before."""
     ROLLOUT_PHASE_COMPLETED: _RolloutPhase.ValueType  # 5
+    """Cut over: no new request is answered by the version before."""
     ROLLOUT_PHASE_ROLLING_BACK: _RolloutPhase.ValueType  # 6
     """New requests are on the stable version; the candidates end their requests."""
     ROLLOUT_PHASE_ABORTED: _RolloutPhase.ValueType  # 7
@@ -157,8 +158,9 @@ ROLLOUT_PHASE_RUNNING: RolloutPhase.ValueType  # 2
 ROLLOUT_PHASE_SOAKING: RolloutPhase.ValueType  # 3
 """All traffic is on the candidate, which is judged by what the version before did; that one is warm."""
 ROLLOUT_PHASE_FINISHING: RolloutPhase.ValueType  # 4
-"""The deployment has the candidate; the version before ends its requests."""
+"""The deployment has the candidate; workers confirm that they refuse earlier routes to the version before."""
 ROLLOUT_PHASE_COMPLETED: RolloutPhase.ValueType  # 5
+"""Cut over: no new request is answered by the version before."""
 ROLLOUT_PHASE_ROLLING_BACK: RolloutPhase.ValueType  # 6
 """New requests are on the stable version; the candidates end their requests."""
 ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 7
@@ -1571,6 +1573,8 @@ class Rollout(_message.Message):
     FITS_FIELD_NUMBER: _builtins.int
     LOAD_TIMEOUT_FIELD_NUMBER: _builtins.int
     BY_WORKER_FIELD_NUMBER: _builtins.int
+    KEEP_WARM_FIELD_NUMBER: _builtins.int
+    CUTOVER_REVISION_FIELD_NUMBER: _builtins.int
     deployment: _builtins.str
     phase: Global___RolloutPhase.ValueType
     """Set by the server, as message, route_revision and what is from 14 on."""
@@ -1586,6 +1590,10 @@ class Rollout(_message.Message):
     by_worker: _builtins.bool
     """A canary takes the stable version's workers one at a time: no worker has both. Set by the server where it
     does not fit beside.
+    """
+    cutover_revision: _builtins.int
+    """Set by the server once every live worker that has the version before refuses requests that were resolved before this
+    revision of the route. 0: not cut over.
     """
     @_builtins.property
     def metadata(self) -> Global___Metadata: ...
@@ -1619,6 +1627,12 @@ class Rollout(_message.Message):
     def load_timeout(self) -> _duration_pb2.Duration:
         """To load the versions of a step. Absent: 15 minutes."""
 
+    @_builtins.property
+    def keep_warm(self) -> _duration_pb2.Duration:
+        """The version before stays loaded for this long after the cutover, where no other version needs its memory; its files
+        stay on the workers until the deployment's version changes. Absent: 10 minutes.
+        """
+
     def __init__(
         self,
         *,
@@ -1644,10 +1658,12 @@ class Rollout(_message.Message):
         fits: _abc.Iterable[Global___RolloutFit] | None = ...,
         load_timeout: _duration_pb2.Duration | None = ...,
         by_worker: _builtins.bool = ...,
+        keep_warm: _duration_pb2.Duration | None = ...,
+        cutover_revision: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "shadow", b"shadow", "soak", b"soak"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "keep_warm", b"keep_warm", "load_timeout", b"load_timeout", "metadata", b"metadata", "rules", b"rules", "shadow", b"shadow", "soak", b"soak"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "by_worker", b"by_worker", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "shadow", b"shadow", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arm_status", b"arm_status", "arms", b"arms", "by_worker", b"by_worker", "cutover_revision", b"cutover_revision", "deployment", b"deployment", "fits", b"fits", "gate", b"gate", "history", b"history", "keep_warm", b"keep_warm", "load_timeout", b"load_timeout", "message", b"message", "metadata", b"metadata", "paused", b"paused", "phase", b"phase", "route_revision", b"route_revision", "rules", b"rules", "shadow", b"shadow", "soak", b"soak", "stable_digest", b"stable_digest", "stable_version", b"stable_version", "step", b"step", "steps", b"steps", "strategy", b"strategy", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

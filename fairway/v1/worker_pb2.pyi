@@ -599,6 +599,34 @@ class NotAdmitted(_message.Message):
 Global___NotAdmitted: _TypeAlias = NotAdmitted  # noqa: Y015
 
 @_typing.final
+class Withdrawal(_message.Message):
+    """Workers refuse requests for a version that were resolved before a revision of its route."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUTE_REVISION_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_DIGEST_FIELD_NUMBER: _builtins.int
+    version_digest: _builtins.str
+    route_revision: _builtins.int
+    successor_digest: _builtins.str
+    """Such a request gets this version. Empty: what its model name resolves to."""
+    def __init__(
+        self,
+        *,
+        version_digest: _builtins.str = ...,
+        route_revision: _builtins.int = ...,
+        successor_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["route_revision", b"route_revision", "successor_digest", b"successor_digest", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Withdrawal: _TypeAlias = Withdrawal  # noqa: Y015
+
+@_typing.final
 class SequenceAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -771,6 +799,7 @@ class ExecuteResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    WITHDRAWN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenFrame: ...
     @_builtins.property
@@ -787,6 +816,10 @@ class ExecuteResponse(_message.Message):
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowFinished]:
         """A row that is not admitted has an entry in not_admitted; none is accepted before it is finished."""
 
+    @_builtins.property
+    def withdrawn(self) -> _containers.RepeatedCompositeFieldContainer[Global___Withdrawal]:
+        """Of the STALE_ROUTE entries of not_admitted."""
+
     def __init__(
         self,
         *,
@@ -796,10 +829,11 @@ class ExecuteResponse(_message.Message):
         finished: _abc.Iterable[Global___SequenceFinished] | None = ...,
         heartbeat: Global___ExecuteResponse.Heartbeat | None = ...,
         rows: _abc.Iterable[Global___RowFinished] | None = ...,
+        withdrawn: _abc.Iterable[Global___Withdrawal] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "heartbeat", b"heartbeat", "not_admitted", b"not_admitted", "rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "heartbeat", b"heartbeat", "not_admitted", b"not_admitted", "rows", b"rows", "tokens", b"tokens", "withdrawn", b"withdrawn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

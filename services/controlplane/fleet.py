@@ -137,7 +137,9 @@ def decode(entry: Entry) -> FleetRecord | None:
     if entry.key.startswith(ASSIGNMENTS):
         return load(entry.value, Assignment)
     if entry.key.startswith(ROUTES):
-        return RevisedRoute(load(entry.value, ModelRoute), entry.mod_revision)
+        # An unreadable one is no split: nothing follows it, and an open rollout writes its own over it.
+        nothing = ModelRoute(entry.key.removeprefix(ROUTES), "", ())
+        return RevisedRoute(readable(entry, ModelRoute) or nothing, entry.mod_revision)
     if entry.key.startswith(ROLLOUTS):
         return load(entry.value, Rollout)
     if entry.key.startswith(MODELS) and "/versions/" in entry.key:

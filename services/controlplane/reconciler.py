@@ -20,6 +20,7 @@ from services.controlplane.policy.assign import (
 )
 from services.controlplane.policy.events import FleetEvent
 from services.controlplane.resources.status import unplaced_message
+from services.controlplane.rollouts.policy.effects import kept_versions
 from services.controlplane.scaling.policy.residency import Residency
 from services.controlplane.telemetry import INCOMPLETE, STORE_LOST, WRITTEN, ReconcilerTelemetry
 from services.core.errors import StoreUnavailable
@@ -123,6 +124,7 @@ class Reconciler:
             likely=self._likely(),
             estimates=residency.needs,
             leaving=tuple(residency.leaving),
+            kept=kept_versions(fleet.rollouts, fleet.deployments),
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

@@ -218,10 +218,13 @@ class PlacementFrame:
 
 
 def replicas_in(state: VersionState, workers: Iterable[Worker]) -> dict[str, Counter[str]]:
-    """Return the replicas in a state on workers that are not draining, by deployment and version digest."""
+    """Return the replicas in a state on workers that are not draining, by deployment and version digest.
+
+    One that refuses earlier routes is withdrawn: it is no replica, also while its engine restarts.
+    """
     found: dict[str, Counter[str]] = {}
     for worker in workers:
         for version in worker.versions if not worker.draining else ():
-            if version.state is state:
+            if version.state is state and not version.least_route_revision:
                 found.setdefault(version.deployment, Counter())[version.version_digest] += 1
     return found

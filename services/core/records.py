@@ -452,8 +452,11 @@ class AssignedVersion:
     served: bool = False
     # It runs only requests that were accepted for it, and is unloaded when these have ended.
     retiring: bool = False
-    # Requests that were resolved before it are not started.
+    # Requests that were resolved before it are not started: they get the successor.
     least_route_revision: int = 0
+    successor_digest: str = ""
+    # A retiring version stays loaded until then for a revert, while no other version needs its memory.
+    warm_until_unix_s: float = 0.0
     # Of an arm of a split: its part of the KV memory that the arms divide here, relative to the others'.
     kv_share: int = 0
     # Target for the time between two tokens of a stream, by the model's objectives; 0: the worker's setting.
@@ -479,6 +482,8 @@ class Assignment:
     node_group: str = SHARED_NODES  # the group whose requests alone it runs
     # Versions that it fetches and does not run, the likeliest to be assigned first.
     prefetch: tuple[AssignedVersion, ...] = ()
+    # Versions whose files it holds for a revert: they are never evicted from its disk.
+    pinned: tuple[AssignedVersion, ...] = ()
     ends_unix_s: float = 0.0  # announced end of its node, before which its sequences move; 0: none
 
 
@@ -506,6 +511,7 @@ class LoadedVersion:
     # KV memory that it releases to a version of its own or a higher priority that waits for memory.
     spare_bytes: int = 0
     capabilities: tuple[str, ...] = ()  # what its engine promises, sorted
+    least_route_revision: int = 0  # the worker refuses requests for it that were resolved before
 
     @property
     def granted_bytes(self) -> int:

@@ -169,10 +169,10 @@ class ModelCatalog:
         held = self._held(model)
         if held is None or not held.record.version_digest or held.record.of_pack:
             raise model_not_found(requested)
-        split = self._splits.of(model)
+        split = self._split(held.record)
         if split is not None:
-            return self._arm(held.record, split, caller)
-        route = self._served(held)
+            return self._unless_withdrawn(self._arm(held.record, split, caller), caller)
+        route = self._unless_withdrawn(self._served(held), caller)
         if caller is not None and caller.pin and caller.pin != route.version_digest:
             raise pin_refused(model, caller.pin, allowed=True)
         return route
@@ -182,7 +182,7 @@ class ModelCatalog:
         held = self._held(deployment)
         if held is None or not held.record.of_pack:
             raise model_not_found(deployment)
-        split = self._splits.of(deployment)
+        split = self._split(held.record)
         return self._served(held) if split is None else self._arm(held.record, split, caller)
 
     def resolve_pinned(self, model: str, pinned: PinnedVersion) -> Route:
@@ -484,6 +484,36 @@ class ModelCatalog:
         step = split.record.step if caller is not None and is_drawn(split.record, caller) else ""
         route = self._route(of_arm, split.mod_revision)
         return replace(route, deployment=deployment, arm=arm.name, step=step)
+
+    def _split(self, deployment: Deployment) -> Versioned[ModelRoute] | None:
+        """Return the split of a deployment; None also for one by which nobody could be served, as its stable
+        version is on no worker and is not the deployment's."""
+        split = self._splits.of(deployment.meta.name)
+        if split is None or deployment.of_pack:
+            return split
+        digest = split.record.stable.version_digest
+        if digest != deployment.version_digest and self._on_workers(digest) is None:
+            return None
+        return split
+
+    def route_faults(self) -> list[tuple[str, str]]:
+        """Return the models whose stored route cannot be followed as it is, each with a stable reason."""
+        return list(self._splits.faults(on_workers=lambda digest: self._on_workers(digest) is not None))
+
+    def _unless_withdrawn(self, route: Route, caller: SplitCaller | None) -> Route:
+        """Return the route, or that to its version's successor where workers refuse it by this revision.
+
+        Raises VersionGone for a caller that names the version.
+        """
+        found = self._splits.withdrawal_of(route.version_digest, route.route_revision)
+        if found is None:
+            return route
+        if caller is not None and caller.pin:
+            raise pin_refused(route.model, caller.pin, allowed=True)
+        self._remember(route.deployment.model, found.successor_digest)
+        successor = replace(route.deployment, version_digest=found.successor_digest)
+        to_successor = replace(self._route(successor, found.route_revision), deployment=route.deployment)
+        return self._unless_withdrawn(to_successor, caller)
 
     def _served(self, held: Versioned[Deployment]) -> Route:
         """Return the route to the version that takes new requests."""

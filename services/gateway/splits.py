@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -13,6 +14,7 @@ from services.core.rollouts.routes import (
     PinRefused,
     RouteArm,
     SplitCaller,
+    Withdrawal,
     choose_arm,
     is_shadowed,
 )
@@ -20,6 +22,7 @@ from services.runtime.fleet_state.informer import RecordView, Versioned
 
 # The store confirms an idle view every 6 s.
 MAX_AGE_S: Final = 15.0
+MAX_WITHDRAWN: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,40 @@ class Splits:
     def __init__(self, routes: AgedView, *, max_age_s: float = MAX_AGE_S) -> None:
         self._routes = routes
         self._max_age_s = max_age_s
+        self._read: Mapping[str, Versioned[ModelRoute]] = {}  # the view that was checked last
+        self._faulty = frozenset[str]()  # the keys of its routes that are no split
+        self._withdrawn: OrderedDict[str, Withdrawal] = OrderedDict()  # by version, as workers refuse it
 
     def of(self, model: str) -> Versioned[ModelRoute] | None:
-        """Return the split of a model name with its revision, None without one."""
-        return self._routes.view.get(ROUTES + model)
+        """Return the split of a model name with its revision, None without one or where it is none."""
+        view, key = self._routes.view, ROUTES + model
+        if view is not self._read:
+            self._read = view
+            self._faulty = frozenset(key for key, held in view.items() if held.record.fault)
+        return view.get(key) if key not in self._faulty else None
+
+    def faults(self, *, on_workers: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+        """Yield the model of each route that cannot be followed as it is stored, and why: it is no split
+        (``malformed``), or no worker has the version of an arm with traffic (``no_worker``)."""
+        for key, held in sorted(self._routes.view.items()):
+            model = key.removeprefix(ROUTES)
+            if held.record.fault:
+                yield model, "malformed"
+            elif not all(on_workers(arm.version_digest) for arm in held.record.arms if arm.weight_bp):
+                yield model, "no_worker"
+
+    def withdraw(self, withdrawal: Withdrawal) -> None:
+        """Record what a worker refuses: it may be newer than this gateway's view of the routes."""
+        self._withdrawn[withdrawal.version_digest] = withdrawal
+        self._withdrawn.move_to_end(withdrawal.version_digest)
+        while len(self._withdrawn) > MAX_WITHDRAWN:
+            self._withdrawn.popitem(last=False)
+
+    def withdrawal_of(self, version_digest: str, route_revision: int) -> Withdrawal | None:
+        """Return why workers refuse requests for a version that were resolved at a revision, and what these
+        get; None while that is not known, or the revision is as new."""
+        found = self._withdrawn.get(version_digest)
+        return found if found and found.successor_digest and route_revision < found.route_revision else None
 
     def choose(
         self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]

@@ -428,6 +428,16 @@ def export_upstream(
     )
 
 
+def export_route_faults(metrics: Metrics, read: Callable[[], list[tuple[str, str]]]) -> None:
+    """Export the routes that are not followed as they are stored."""
+    metrics.gauge(
+        "fairway_gateway_route_faults",
+        "1 for a route that cannot be followed",
+        lambda: [((metrics.models.of(model), fault), 1.0) for model, fault in read()],
+        ("model", "fault"),
+    )
+
+
 def _write_line(
     request: RequestTelemetry, outcome: str, reason: str, clock: StageClock, total_us: int
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 from services.core.fixed_cost.rows import RowEnd, RowSpec
 from services.core.fleet import ReportSnapshot, TenantCounter
 from services.core.generation import NotAdmittedReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.rollouts.routes import Withdrawal
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -132,6 +133,8 @@ class StepFrame:
     """All changes since the previous frame, to be processed in the order of the fields."""
 
     accepted: list[int] = field(default_factory=list)
+    # What the STALE_ROUTE entries of ``not_admitted`` were refused for; to be processed before these.
+    withdrawn: list[Withdrawal] = field(default_factory=list)
     not_admitted: list[tuple[int, NotAdmittedReason]] = field(default_factory=list)
     # One per entry, as are offsets, counts and texts.
     handles: list[int] = field(default_factory=list)

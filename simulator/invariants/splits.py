@@ -51,6 +51,7 @@ class SplitHistory(RolloutListener, Invariant):
         # When the candidate was taken back: by an abort, or by a revert once it was final.
         self.aborted_s: float | None = None
         self.aborted_revision = 0
+        self.cut_over = False  # acknowledged, and not reverted since
         self._failed = set[str]()  # metrics of its gates
         # Of a soak that ended without a baseline: a gateway and the leader were lost before a snapshot.
         self._unjudged = False
@@ -114,6 +115,7 @@ class SplitHistory(RolloutListener, Invariant):
         if rollout.phase is RolloutPhase.FINISHING:
             lacks = [report.waits_for for report in rollout.gates.values()]
             self._unjudged |= any(one.startswith("the baseline") for one in lacks)
+        self.cut_over = rollout.phase is RolloutPhase.COMPLETED
         if rollout.phase in _TAKEN_BACK and self.aborted_s is None:
             self.aborted_s, self.aborted_revision = self._fleet.loop.now_s, revision
 
@@ -158,6 +160,7 @@ LATE: Final = "late-start"
 STALE: Final = "stale-view"
 FENCE: Final = "route-fence"
 PROBE: Final = "unprobed-start"
+CUTOVER: Final = "after-cutover"
 ACTUATION_S: Final = 5.0
 _PLANE: Final = "the leading control plane"
 # The store confirms a view every 2 s.
@@ -287,8 +290,10 @@ class Arms(RolloutListener, GrantListener, Invariant):
             request.started, request.revision = digest, revision
         if spec.produced_ids:
             return
-        if revision < host.least_route_revisions.get(digest, 0):
+        if revision < host.least_route_revision(digest):
             self._add(FENCE, f"{worker_id} started request {number} by revision {revision}")
+        if digest == self._history.stable and self._history.cut_over:
+            self._add(CUTOVER, f"{worker_id} started request {number} on the version before the cutover")
         aborted = digest == self._history.candidate and self._is_aborted(revision)
         if aborted and self._is_late(STORE, _PLANE, worker_id):
             self._add(LATE, f"{worker_id} started request {number} on the aborted version")

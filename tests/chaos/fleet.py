@@ -139,6 +139,7 @@ class Shape:
     gateways: int = 2
     schedulers: int = 2
     controlplanes: int = 2
+    deploy: bool = True  # whether the bundled model is deployed
 
 
 class Fleet:
@@ -181,6 +182,7 @@ class Fleet:
             gateways=shape.gateways,
             schedulers=shape.schedulers,
             controlplanes=shape.controlplanes,
+            deploy=shape.deploy,
         )
         names = port_names(options)
         proxied = [name for name in names if not name.endswith(("_http", "_metrics"))]
@@ -334,7 +336,7 @@ class Fleet:
         """Return how many grants the leading scheduler counts as given and not yet spoken for."""
         name = await self.name_of("scheduler:leader")
         url = f"http://{self.addresses.of(f'{name}_metrics')}/metrics"
-        page = await asyncio.to_thread(_read, url)
+        page = await asyncio.to_thread(read_page, url)
         return sum(
             int(float(line.split()[1]))
             for line in page.splitlines()
@@ -409,7 +411,8 @@ class Fleet:
         return keys
 
 
-def _read(url: str) -> str:
+def read_page(url: str) -> str:
+    """Return what a process exports."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=3) as answer:
         return str(answer.read().decode())

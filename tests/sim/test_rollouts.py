@@ -11,6 +11,7 @@ import pytest
 from services.controlplane.rollouts.records import FULL, RolloutStrategy
 from simulator.fleet.assembly import Parts
 from simulator.invariants.splits import (
+    CUTOVER,
     FAILED_GATE,
     FENCE,
     LATE,
@@ -28,6 +29,7 @@ from tests.sim.planted.planes import (
     JudgesNothing,
     LeadsForEver,
     MissesAborts,
+    MissesCutovers,
     PromotesAtOnce,
     StartsTheWithdrawn,
     SwapsVersions,
@@ -77,6 +79,7 @@ PLANTED = {
     "an abort is missed": (Parts(gateway=MissesAborts), LATE, 2),
     "versions are mixed": (Parts(gateway=SwapsVersions), ONE_ARM, 10),
     "probes are left out": (Parts(worker=AsksNoProbe), PROBE, 8),
+    "a cutover is not fenced": (Parts(gateway=MissesCutovers, worker=StartsTheWithdrawn), CUTOVER, 0),
     "a fence is ignored": (Parts(gateway=MissesAborts, worker=StartsTheWithdrawn), FENCE, 2),
 }
 

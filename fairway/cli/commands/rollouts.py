@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -180,6 +181,9 @@ TERMS: Final = OptionGroup(
             typer.Option("--min-requests", min=1, help="Of each arm, before it is judged. Default: 100."),
         ],
         "soak": _span("--soak", "With all traffic, judged, while the version before is warm. Default: 5m."),
+        "keep_warm": _span(
+            "--keep-warm", "The version before stays loaded after the cutover, for a revert. Default: 10m."
+        ),
         "load_timeout": _span("--load-timeout", "To load the versions of a step. Default: 15m."),
         "by_worker": Annotated[
             bool | None,
@@ -242,7 +246,7 @@ def rollout_of(
         rollout.shadow.arm = arms[0].name
         rollout.shadow.fraction_ratio = terms.get("fraction", 100.0) / 100
         rollout.shadow.max_concurrency = terms.get("shadow_concurrency", 0)
-    for field in ("soak", "load_timeout"):
+    for field in ("soak", "keep_warm", "load_timeout"):
         if field in terms:
             getattr(rollout, field).CopyFrom(_duration(terms[field]))
     rollout.by_worker = terms.get("by_worker", False)
@@ -421,6 +425,31 @@ async def status(
         await asyncio.sleep(_POLL_S)
 
 
+@command(app, "wait", to=Server.CONTROLPLANE, examples=("fairway rollouts wait chat --within 30m",))
+async def wait(
+    connection: Connection,
+    name: RolloutArgument,
+    timeout_s: Annotated[
+        float, typer.Option("--within", parser=span_s, metavar="SPAN", help="Longest wait.")
+    ] = 3600.0,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Wait until every worker confirmed the cutover."""
+    ends_s = time.monotonic() + timeout_s
+    found = await _found(connection, name)
+    while found.phase not in _ENDED and time.monotonic() < ends_s:
+        await asyncio.sleep(_POLL_S)
+        found = await _found(connection, name)
+    _show(found, output, again=False)
+    if not found.cutover_revision or found.phase == cp.ROLLOUT_PHASE_REVERTED:
+        raise CliError(
+            "NOT_CUT_OVER",
+            f"{found.metadata.name} is {phase_name(found)}: {found.message}",
+            next_step=f"`fairway rollouts history {found.metadata.name}` shows why",
+            exit_code=ExitCode.REFUSED,
+        )
+
+
 @command(app, "history", to=Server.CONTROLPLANE, examples=("fairway rollouts history chat",))
 async def history(connection: Connection, name: RolloutArgument, output: OutputOption = Format.TABLE) -> None:
     """Show what happened in a rollout, with the evidence of each decision."""
@@ -525,7 +554,7 @@ async def revert(
     """Give the deployment its version before again, also once the rollout is final."""
     found = await _found(connection, name)
     rollout, version = found.metadata.name, found.stable_version
-    confirm(f"Revert {rollout}? Every new request gets {version}, once that is loaded.", yes=yes)
+    confirm(f"Revert {rollout}? New requests get {version}: at once where it is warm.", yes=yes)
     reverting = connection.admin.rollouts.revert(rollout, reason=reason, etag=etag)
     await _changed(reverting, f"cannot revert the rollout {rollout}", output)
 

@@ -14,6 +14,7 @@ from fairway.v1 import scheduler_pb2, worker_pb2
 from services.core.errors import FairwayError
 from services.core.fixed_cost.rows import RowSpec
 from services.core.generation import AnyGrant, StartSpec, TokenLogprobs
+from services.core.rollouts.routes import Withdrawal
 from services.ports.clock import Clock
 from services.ports.streams import ClientStream, StepFrame, StreamClient, StreamLost
 from services.ports.worker import RowSink, RunningRow, RunningSequence, SequenceSink
@@ -201,6 +202,7 @@ class WorkerLink:
         gateway_id: str,
         after_frame: Callable[[], None] | None,
         unsent: Callable[[AnyGrant], None] | None,
+        withdrawn: Callable[[Withdrawal], None],
         silence_s: float,
         idle_s: float,
     ) -> None:
@@ -213,6 +215,7 @@ class WorkerLink:
         self._gateway_id = gateway_id
         self._after_frame = after_frame
         self._unsent = unsent
+        self._withdrawn = withdrawn
         self._silence_s = silence_s
         self._sinks = SinkTable()
         self._outgoing = Outgoing()
@@ -299,7 +302,10 @@ class WorkerLink:
     def _receive(self, response: worker_pb2.ExecuteResponse) -> None:
         """Pass a frame to its sinks; a heartbeat has none. Raises InvalidInput."""
         if not response.HasField("heartbeat"):
-            self._sinks.dispatch(frame_from_proto(response))
+            frame = frame_from_proto(response)
+            for each in frame.withdrawn:
+                self._withdrawn(each)
+            self._sinks.dispatch(frame)
         self._health.received(self._clock.monotonic_s())
         if self._after_frame is not None:
             self._after_frame()
@@ -394,7 +400,7 @@ class MuxedWorkers:
 
     ``after_frame`` is called once after all sinks of a message were called, so that their output can be
     written once per engine step. ``unsent`` receives the grant of each start that was dropped before it was
-    sent: no worker will receive it.
+    sent: no worker will receive it. ``withdrawn`` receives what starts are refused for, before their sinks.
     """
 
     def __init__(
@@ -406,6 +412,7 @@ class MuxedWorkers:
         *,
         after_frame: Callable[[], None] | None = None,
         unsent: Callable[[AnyGrant], None] | None = None,
+        withdrawn: Callable[[Withdrawal], None] = lambda _: None,
         silence_s: float = 5.0,
         idle_s: float = 60.0,
     ) -> None:
@@ -416,6 +423,7 @@ class MuxedWorkers:
         self._supervisor = supervisor
         self._after_frame = after_frame
         self._unsent = unsent
+        self._withdrawn = withdrawn
         self._silence_s = silence_s
         self._idle_s = idle_s
         self._links: dict[str, WorkerLink] = {}
@@ -461,6 +469,7 @@ class MuxedWorkers:
             gateway_id=self._gateway_id,
             after_frame=self._after_frame,
             unsent=self._unsent,
+            withdrawn=self._withdrawn,
             silence_s=self._silence_s,
             idle_s=self._idle_s,
         )

@@ -116,6 +116,7 @@ class ModelFolders:
     def write_manifest(self, digest: str, body: bytes) -> None:
         path = self._manifest_path(digest)
         staged = path.with_suffix(".part")
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have emptied the cache
         try:
             _write(staged, body, 0)
             staged.replace(path)

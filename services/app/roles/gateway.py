@@ -49,7 +49,7 @@ from services.core.records import (
 from services.core.rollouts.routes import ROUTES, ModelRoute
 from services.core.scaling import Scaled
 from services.gateway.batches.service import BatchService
-from services.gateway.catalog import ModelCatalog, Waking
+from services.gateway.catalog import ModelCatalog
 from services.gateway.erasure import Erasure
 from services.gateway.events import Received
 from services.gateway.faces.grpc.servicer import InferenceServicer
@@ -82,7 +82,12 @@ from services.gateway.service import GatewayService
 from services.gateway.service import drain as drain_service
 from services.gateway.service_types import GatewayLimits, Ports
 from services.gateway.splits import Splits
-from services.gateway.telemetry import GatewayTelemetry, export_levels, export_upstream
+from services.gateway.telemetry import (
+    GatewayTelemetry,
+    export_levels,
+    export_route_faults,
+    export_upstream,
+)
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.tokenise import PrefixNames
 from services.ports.poison.quarantine import Quarantined
@@ -279,6 +284,7 @@ def _gateway_services(
     environment.closing.callback(threads.shutdown, wait=False, cancel_futures=True)
     texts = TextProcesses(clock, environment.supervisor, environment.metrics)
     environment.supervisor.spawn("text processes", texts.run())
+    splits = Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s)
     catalog = ModelCatalog(
         environment.informer(DEPLOYMENTS, Deployment),
         live := environment.informer(WORKERS, Worker),
@@ -287,16 +293,17 @@ def _gateway_services(
         texts=texts,
         scaled=environment.informer(SCALED, Scaled),
         sized=environment.informer(ALIASES, Alias),
-        splits=Splits(environment.informer(ROUTES, ModelRoute), max_age_s=settings.route_max_age_s),
+        splits=splits,
         aliases=settings.model_aliases,
         batch_price_ratio=settings.batch_price_ratio,
     )
     environment.supervisor.spawn("warm text models", catalog.warm_forever())
+    export_route_faults(environment.metrics, catalog.route_faults)
     limits = _limits(settings)
     prefixes = PrefixNames(prefix_secret(_ticket_key(settings)), threads)
     validator = Validator(catalog, identity, environment.rng, prefixes=prefixes)
     bound = partial(ResidentWorkers, live=live, residency_of=identity.residency)
-    ports, runner = _gateway_ports(environment, quotas, gateway_id, bound, catalog.waking)
+    ports, runner = _gateway_ports(environment, quotas, gateway_id, bound, catalog, splits)
     ports = replace(
         ports,
         report_usage=outbox.add,
@@ -412,11 +419,12 @@ def _gateway_ports(
     quotas: GatewayQuotas,
     gateway_id: str,
     bound: Callable[[MuxedWorkers], ResidentWorkers],
-    waking: Callable[[str], Waking | None],
+    catalog: ModelCatalog,
+    splits: Splits,
 ) -> tuple[Ports, LeasedRows]:
     """Return what requests act through, and what runs the rows of fixed-cost models.
 
-    ``bound`` keeps what is sent to workers in the regions of tenants; ``waking`` is the catalog's.
+    ``bound`` keeps what is sent to workers in the regions of tenants.
     """
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token, environment.certificates)
@@ -425,7 +433,9 @@ def _gateway_ports(
     )
     explanations = RowExplanations()
     placement = _open_placement(environment, streams, gateway_id, leases, explanations)
-    workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=placement.give_back)
+    workers = MuxedWorkers(
+        streams, gateway_id, clock, supervisor, unsent=placement.give_back, withdrawn=splits.withdraw
+    )
     environment.closing.push_async_callback(workers.close)
     resident = bound(workers)
     rows = LeasedRows(
@@ -435,7 +445,7 @@ def _gateway_ports(
         clock,
         supervisor,
         RowLimits(queue_ttl_s=settings.queue_ttl_s),
-        waking=waking,
+        waking=catalog.waking,
         explanations=explanations,
     )
     environment.closing.push_async_callback(rows.close)

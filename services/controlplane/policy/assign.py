@@ -121,7 +121,16 @@ class Unplaced:
     rejected: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class KeptVersion:
+    """The version before a final rollout: its files stay on the workers, and it is warm until a time."""
+
+    version_digest: str
+    warm_until_unix_s: float
+
+
 Action = PutAssignment | DropAssignment | Unplaced
+_KEPT: Final[Mapping[str, KeptVersion]] = {}
 _MEASURED: Final[Mapping[str, int]] = {}
 _NONE: Final[Mapping[str, ServingTerms]] = {}
 _UNKNOWN: Final[Mapping[str, str]] = {}
@@ -141,6 +150,7 @@ def plan(
     groups: Mapping[str, str] = _UNKNOWN,
     likely: Mapping[str, float] = _UNLIKELY,
     leaving: Sequence[str] = (),
+    kept: Mapping[str, KeptVersion] = _KEPT,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
@@ -148,11 +158,12 @@ def plan(
     ``engines`` names what each version computes: versions with the same share the memory of one. ``terms``
     are by deployment; ``groups`` has the node group of each tenant. ``likely`` weighs the deployments that
     may need another replica soon: workers without one prefetch their versions. ``leaving`` are the idle
-    deployments that may be at zero, the first to leave first. After the actions are applied, another plan
-    writes nothing until a state changes. Higher priority is placed first, then by name; no worker gets two
-    replicas of one version.
+    deployments that may be at zero, the first to leave first. ``kept`` has, by deployment, the version that a
+    revert would bring back. After the actions are applied, another plan writes nothing until a state changes.
+    Higher priority is placed first, then by name; no worker gets two replicas of one version. A route that is
+    no split is ignored.
     """
-    splits = {one.route.deployment: one for one in routes}
+    splits = {one.route.deployment: one for one in routes if not one.route.fault}
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
     hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines, groups)
     ranks = {name: number - len(leaving) for number, name in enumerate(leaving)}
@@ -170,9 +181,11 @@ def plan(
         split = splits.get(name)
         if split is not None and split.route.by_worker and name == deployment.meta.name:
             deployment = _yielding_to_arms(deployment, split, hosts)
-        missing = _settle(deployment, hosts, split, terms.get(name, NO_TERMS))
+        missing = _settle(deployment, hosts, split, terms.get(name, NO_TERMS), kept.get(name))
         if missing is not None:
             unplaced.append(missing)
+    for host in hosts:
+        host.pinned = _pinned(host, wanted, kept)
     warm = [(likely[one.meta.name], one) for one in deployments if one.meta.name in likely]
     writes = (_write(host, _prefetch(host, warm)) for host in hosts)
     return (*(write for write in writes if write is not None), *unplaced)
@@ -217,7 +230,11 @@ def _yielding_to_arms(deployment: Deployment, split: RevisedRoute, hosts: Sequen
 
 
 def _settle(
-    deployment: Deployment, hosts: Sequence[Host], split: RevisedRoute | None, terms: ServingTerms
+    deployment: Deployment,
+    hosts: Sequence[Host],
+    split: RevisedRoute | None,
+    terms: ServingTerms,
+    kept: KeptVersion | None,
 ) -> Unplaced | None:
     """Place the replicas of one deployment. Returns the shortage when no worker can take a replica."""
     name = deployment.meta.name
@@ -226,7 +243,7 @@ def _settle(
     route = None if split is None else split.route
     version = replace(version, kv_share=kv_share_of(route, version.version_digest))
     if not is_arm:
-        retire_previous(deployment, version, hosts, split)
+        retire_previous(deployment, version, hosts, split, kept)
     for host in hosts:
         if name in host.held and host.held[name] != version:
             host.held[name] = version
@@ -385,27 +402,45 @@ def _prefetch(host: Host, warm: Sequence[tuple[float, Deployment]]) -> tuple[Ass
     return tuple(version for _, _, version in ranked[:MAX_PREFETCHED])
 
 
+def _pinned(
+    host: Host, wanted: Mapping[str, Deployment], kept: Mapping[str, KeptVersion]
+) -> tuple[AssignedVersion, ...]:
+    """Return the versions that a revert would bring back to a worker, as their deployments run here."""
+    return tuple(
+        replace(_version_of(wanted[name]), version_digest=kept[name].version_digest)
+        for name in sorted(host.held)
+        if name in kept
+    )
+
+
 def _write(host: Host, prefetch: tuple[AssignedVersion, ...]) -> PutAssignment | DropAssignment | None:
     after = host.assigned
     if not host.live and not after:
         return DropAssignment(host.worker.worker_id)
     node, ends_unix_s = host.worker.worker_id, host.node.ends_unix_s
-    same = {*prefetch} == {*host.stored_prefetch}
+    same = {*prefetch} == {*host.stored_prefetch} and host.pinned == host.stored_pinned
     same_node = (host.group, ends_unix_s) == (host.stored_group, host.stored_ends_unix_s)
     if after == (host.stored or ()) and same_node and same:
         return None
     if not same:
-        host.reasons.append(f"prefetches {', '.join(one.deployment for one in prefetch) or 'nothing'}")
-    return PutAssignment(Assignment(node, after, host.group, prefetch, ends_unix_s), tuple(host.reasons))
+        files = ", ".join(one.deployment for one in (*prefetch, *host.pinned)) or "nothing"
+        host.reasons.append(f"has the files of {files} beside")
+    assignment = Assignment(node, after, host.group, prefetch, host.pinned, ends_unix_s)
+    return PutAssignment(assignment, tuple(host.reasons))
 
 
 def retire_previous(
-    deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host], split: RevisedRoute | None = None
+    deployment: Deployment,
+    version: AssignedVersion,
+    hosts: Sequence[Host],
+    split: RevisedRoute | None = None,
+    revertible: KeptVersion | None = None,
 ) -> None:
     """Keep the previous version that takes new requests, and retire or drop the others.
 
     A previous version that served no requests when the update began is replaced in place. With a ``split``,
-    gateways follow that, and its closed arms are previous versions that never serve again.
+    gateways follow that, and its closed arms are previous versions that never serve again: their fence stays
+    until they have left. The ``revertible`` one stays warm.
     """
     name = deployment.meta.name
     arms = {arm.version_digest: arm for arm in split.route.arms[1:]} if split is not None else {}
@@ -418,17 +453,20 @@ def retire_previous(
         for old in host.before.get(name, ()):
             loaded = host.worker.loaded(old)
             serves = loaded is not None and loaded.state in _SERVES
-            least = split.revision if split is not None and old.version_digest in arms else 0
+            closed = split is not None and old.version_digest in arms
+            warm = revertible is not None and old.version_digest == revertible.version_digest
             kept = replace(
                 old,
                 priority=deployment.priority,
-                least_route_revision=least,
+                least_route_revision=split.revision if split and closed else old.least_route_revision,
+                successor_digest=deployment.version_digest if closed else old.successor_digest,
+                warm_until_unix_s=revertible.warm_until_unix_s if revertible and warm else 0.0,
                 kv_share=0,
                 itl_target_s=version.itl_target_s,
             )
             if not deployment.replicas:
                 host.remove_before(old, "surplus")
-            elif serving != old.version_digest and ready.get(serving):
+            elif serving != old.version_digest and (ready.get(serving) or kept.least_route_revision):
                 stays = host.live and loaded is not None and (serves or old.retiring)
                 if stays and not _serves_another(old, host):
                     # removed when its requests have ended

@@ -68,6 +68,9 @@ class Host:
     stored_group: str = SHARED_NODES
     # The versions that it fetches without running them, by its current assignment.
     stored_prefetch: tuple[AssignedVersion, ...] = ()
+    # The versions whose files it holds for a revert, by its current assignment and as planned.
+    stored_pinned: tuple[AssignedVersion, ...] = ()
+    pinned: tuple[AssignedVersion, ...] = ()
     # The end of its node that its assignment has.
     stored_ends_unix_s: float = 0.0
     # The ranks of idle deployments, below those of priorities, by name: the lowest leaves first.
@@ -211,7 +214,7 @@ def hosts_of(
         host.groups = groups
         if assigned is not None:
             host.stored_group, host.stored_prefetch = assigned.node_group, assigned.prefetch
-            host.stored_ends_unix_s = assigned.ends_unix_s
+            host.stored_pinned, host.stored_ends_unix_s = assigned.pinned, assigned.ends_unix_s
         for version in stored or ():
             name = version.deployment
             key = wanted.get((name, version.version_digest), "" if name in names else name)

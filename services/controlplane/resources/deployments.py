@@ -45,6 +45,7 @@ from services.runtime.version_trust import VersionTrust
 log = structlog.get_logger()
 DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
 MAX_REVISIONS: Final = 32
+_SEE_VERSIONS: Final = "see `fairway models versions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,11 +332,14 @@ async def pinned_version(
             raise InvalidInput("version is neither a digest nor a tag", field=field)
         tag = await store.get(tag_key(model, digest))
         if tag is None:
-            raise NotFound(f"model {model} has no tag {digest}", model=model, tag=digest)
+            raise NotFound(
+                f"model {model} has no tag {digest}; {_SEE_VERSIONS} {model}`", model=model, tag=digest
+            )
         digest = load(tag.value, Tag).digest
     entry = await store.get(version_key(model, digest))
     if entry is None:
-        raise NotFound(f"model {model} has no version {digest}", model=model, digest=digest)
+        message = f"model {model} has no version {digest}; {_SEE_VERSIONS} {model}`"
+        raise NotFound(message, model=model, digest=digest)
     return load(entry.value, VersionRecord), WriteSet(
         conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
         operations=(Put(model_users_key(model), b""),),

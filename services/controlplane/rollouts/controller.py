@@ -27,7 +27,7 @@ from services.controlplane.objectives.policy.gates import (
 )
 from services.controlplane.policy.assign import Unplaced
 from services.controlplane.resources.status import unplaced_in, unplaced_message
-from services.controlplane.rollouts.policy.advance import advance, facts_of
+from services.controlplane.rollouts.policy.advance import advance, facts_of, unfenced_on
 from services.controlplane.rollouts.policy.effects import (
     MOST_LOAD_RATIO,
     load_ratio,
@@ -150,7 +150,11 @@ class RolloutController:
                 of_pack=context.deployment.of_pack,
             )
             facts = replace(
-                facts, measured=self._is_measured(held.record), unmeasured=self._unmeasured(held.record)
+                facts,
+                measured=self._is_measured(held.record),
+                unmeasured=self._unmeasured(held.record),
+                route_revision=context.route_revision,
+                unfenced=unfenced_on(held.record, fleet.workers, fleet.assignments, context.route_revision),
             )
             reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())

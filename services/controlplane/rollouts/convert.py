@@ -136,12 +136,16 @@ _ROLLOUT: Final = Mirror(
         "shadow": _SHADOW.one("shadow", unset=True),
         "gate": _GATE.one("gate"),
         "soak_s": _span("soak"),
+        "keep_warm_s": _span("keep_warm"),
         "load_timeout_s": _span("load_timeout"),
         "phase": Pair("phase", numbers_of(RolloutPhase, pb.RolloutPhase).__getitem__, unread=True),
         "history": Pair("history", _EVENT.each("history").write, unread=True),
         **{
             name: Pair(name, unread=True)
-            for name in ("stable_version", "stable_digest", "step", "target", "paused", "message")
+            for name in (
+                *("stable_version", "stable_digest", "step", "target", "paused", "message"),
+                "cutover_revision",
+            )
         },
     },
     apart=(

@@ -42,9 +42,9 @@ class RolloutPhase(StrEnum):
     LOADING = "loading"  # the candidates are loaded; no traffic
     RUNNING = "running"  # traffic by the present step
     SOAKING = "soaking"  # all traffic on the candidate, which is judged; the version before is warm
-    FINISHING = "finishing"  # the deployment has the candidate; the version before ends its requests
+    FINISHING = "finishing"  # the deployment has the candidate; workers confirm the fence of the others
     ROLLING_BACK = "rolling_back"  # new requests are stable; the candidates end their requests
-    COMPLETED = "completed"
+    COMPLETED = "completed"  # cut over: no new request is answered by the version before
     ABORTED = "aborted"
     REVERTED = "reverted"  # it was final, and the deployment has the version before again
 
@@ -126,6 +126,8 @@ class Rollout:
     gate: GateSettings = field(default_factory=GateSettings)
     # All traffic is on the candidate for this long before the rollout is final; of an instant one, at most.
     soak_s: float = 300.0
+    # The version before stays loaded for this long after the cutover, where no other needs its memory.
+    keep_warm_s: float = 600.0
     # Longest time to load the candidates, and those of the next step.
     load_timeout_s: float = 900.0
     # Its version takes workers of the stable one, one at a time: no worker has two.
@@ -147,6 +149,8 @@ class Rollout:
     promote_to: int = 0
     # The window in which the stable version served before all traffic moved: what the soak is compared with.
     baseline: str = ""
+    # The route revision of the cutover, once every live worker has confirmed it; 0: not cut over.
+    cutover_revision: int = 0
     # The arm that gets all traffic in the end.
     target: str = ""
     paused: bool = False
@@ -246,4 +250,9 @@ def _check_weights(rollout: Rollout) -> None:
 def _check_rules(rollout: Rollout, names: list[str]) -> None:
     for tenant, arm in rollout.rules.overrides.items():
         if arm not in (STABLE, *names):
-            raise InvalidInput(f"the override of {tenant} names no arm", field="rollout.rules.overrides")
+            some = ", ".join((STABLE, *names))
+            raise InvalidInput(
+                f"the override of {tenant} leads to no arm: name one of {some}",
+                field="rollout.rules.overrides",
+                arm=arm,
+            )

@@ -281,7 +281,7 @@ def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     scaled = None if decided is None else readable(decided, Scaled)
     if routed is None:
         return RolloutContext(deployment, entry.mod_revision, scaled=scaled)
-    route = load(routed.value, ModelRoute)
+    route = readable(routed, ModelRoute)
     return RolloutContext(deployment, entry.mod_revision, route, routed.mod_revision, scaled)
 
 

@@ -55,7 +55,7 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
     route = route_of(rollout, context.wanted.replicas)
     conditions: list[Condition] = [ModRevisionIs(ROUTES + rollout.deployment, context.route_revision)]
     operations: list[Operation] = []
-    if route is None and context.route is not None:
+    if route is None and context.route_revision:
         operations.append(Delete(ROUTES + rollout.deployment))
     elif route is not None and route != context.route:
         route.check_integrity()

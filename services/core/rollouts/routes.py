@@ -87,17 +87,37 @@ class ModelRoute:
     def arm(self, name: str) -> RouteArm | None:
         return next((one for one in self.arms if one.name == name), None)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError for a split that is no split."""
+    @property
+    def fault(self) -> str:
+        """Return why it is no split, as one that was written by hand; empty for one that can be followed."""
         names = [arm.name for arm in self.arms]
         digests = [arm.version_digest for arm in self.arms]
-        assert names, "a split has an arm"
-        assert len(set(names)) == len(names), "two arms have one name"
-        assert len(set(digests)) == len(digests), "two arms have one version"
-        assert all(0 <= arm.weight_bp <= WHOLE_BP for arm in self.arms), "a weight is no share"
-        assert sum(arm.weight_bp for arm in self.arms) == WHOLE_BP, "the weights are not the whole"
-        assert not any(arm.closed and arm.weight_bp for arm in self.arms), "a closed arm has traffic"
-        assert not self.stable.closed, "the stable arm is closed"
+        checks = {
+            "a split has an arm": bool(names),
+            "two arms have one name": len(set(names)) == len(names),
+            "two arms have one version": len(set(digests)) == len(digests),
+            "a weight is no share": all(0 <= arm.weight_bp <= WHOLE_BP for arm in self.arms),
+            "the weights are not the whole": sum(arm.weight_bp for arm in self.arms) == WHOLE_BP,
+            "a closed arm has traffic": not any(arm.closed and arm.weight_bp for arm in self.arms),
+            "the stable arm is closed": not any(arm.closed for arm in self.arms[:1]),
+        }
+        return next((text for text, holds in checks.items() if not holds), "")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError for a split that is no split."""
+        assert not self.fault, self.fault
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawal:
+    """Workers refuse requests for a version that were resolved before ``route_revision``.
+
+    ``successor_digest``: the version that such a request gets instead.
+    """
+
+    version_digest: str
+    route_revision: int
+    successor_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from services.core.generation import (
 )
 from services.core.poison.suspicion import LossCause, StepRole
 from services.core.records import LoadedVersion, VersionState
+from services.core.rollouts.routes import Withdrawal
 from services.ports.streams import StepFrame
 from services.rpc.convert.inference import (
     FINISH_REASONS,
@@ -193,6 +194,8 @@ def _sampling_from_proto(start: worker_pb2.StartSequence) -> Sampling:
 
 # --- frames --------------------------------------------------------------------------------------
 
+_WITHDRAWAL: Final = Mirror(Withdrawal, worker_pb2.Withdrawal)
+
 
 def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
     message = worker_pb2.ExecuteResponse(
@@ -201,6 +204,7 @@ def frame_to_proto(frame: StepFrame) -> worker_pb2.ExecuteResponse:
             worker_pb2.NotAdmitted(handle=handle, reason=NOT_ADMITTED_REASONS[reason])
             for handle, reason in frame.not_admitted
         ],
+        withdrawn=list(map(_WITHDRAWAL.to_proto, frame.withdrawn)),
         finished=[_END.to_proto(end, handle=handle) for handle, end in frame.finished],
         rows=[row_end_to_proto(handle, end) for handle, end in frame.rows],
     )
@@ -224,6 +228,7 @@ def frame_from_proto(message: worker_pb2.ExecuteResponse) -> StepFrame:
         not_admitted=[
             (entry.handle, _value_of(_NOT_ADMITTED_OF, entry.reason)) for entry in message.not_admitted
         ],
+        withdrawn=list(map(_WITHDRAWAL.from_proto, message.withdrawn)),
         finished=[(entry.handle, _END.from_proto(entry)) for entry in message.finished],
         rows=[(entry.handle, row_end_from_proto(entry)) for entry in message.rows],
     )
@@ -258,5 +263,5 @@ LOADED: Final = Mirror(
         "state": enum_pair("state", VERSION_STATES),
         "retry_unix_s": Pair("retry_time", timestamp, seconds_of, unset=True),
     },
-    apart=("block_size", "max_model_len"),
+    apart=("block_size", "max_model_len", "least_route_revision"),
 )

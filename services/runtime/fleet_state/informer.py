@@ -71,6 +71,7 @@ class Informer(Generic[Record]):
         self._confirmed_s: float | None = None
         self._advanced = asyncio.Event()
         self.lists = 0
+        self.unreadable: set[str] = set()  # keys whose stored record could not be decoded
 
     @property
     def prefix(self) -> str:
@@ -141,6 +142,7 @@ class Informer(Generic[Record]):
         if listing.revision < self._revision:
             log.error("informer.store_went_back", prefix=self._prefix, revision=self._revision)
             raise StoreUnavailable(f"the store is at revision {listing.revision}, behind what was seen")
+        self.unreadable.clear()
         fresh = {entry.key: self._versioned(entry) for entry in listing.entries}
         view = {key: record for key, record in fresh.items() if record is not None}
         old = self._view
@@ -161,6 +163,7 @@ class Informer(Generic[Record]):
         changes: list[tuple[str, Versioned[Record] | None]] = []
         for event in batch.events:
             if isinstance(event, KeyRemoved):
+                self.unreadable.discard(event.key)
                 if view.pop(event.key, None) is not None:
                     changes.append((event.key, None))
             elif (record := self._versioned(event.entry)) is not None:
@@ -194,8 +197,10 @@ class Informer(Generic[Record]):
             record = self._decode(entry)
         except Exception as error:  # an invalid record must not stop the readers
             log.error("informer.record_skipped", key=entry.key, error=repr(error))
+            self.unreadable.add(entry.key)
             held = self._view.get(entry.key)
             return held if held is not None and held.create_revision == entry.create_revision else None
+        self.unreadable.discard(entry.key)
         return Versioned(record, entry.create_revision, entry.mod_revision)
 
 

@@ -217,6 +217,12 @@ class ProcessMetrics:
             read(lambda informer: float(len(informer.view))),
             labels,
         )
+        metrics.gauge(
+            "fairway_informer_unreadable_records",
+            "Records that cannot be decoded",
+            read(lambda informer: float(len(informer.unreadable))),
+            labels,
+        )
         metrics.counted(
             "fairway_informer_lists_total",
             "Full reads of a key prefix: at the start and after a compaction",

@@ -50,9 +50,9 @@ from services.worker.policy.lifecycle import (
     RetireVersion,
     Slot,
     VersionPhase,
-    least_route_revisions,
     plan,
     wanted,
+    withdrawals,
 )
 from services.worker.policy.memory_shares import MemoryShare, divided, kv_targets
 from services.worker.slots.engine_process import EngineLauncher
@@ -283,8 +283,8 @@ class WorkerAgent:
         for digest in [digest for digest, slot in self._slots.items() if slot.gone]:
             del self._slots[digest]
         self._host.assign_group(self._assigned.node_group)
-        self._prefetcher.want(self._assigned.prefetch)
-        self._host.least_route_revisions = least_route_revisions(self._assigned.versions)
+        self._prefetcher.want(self._assigned.prefetch, self._assigned.pinned)
+        self._host.withdrawals = withdrawals(self._assigned.versions)
         # Sequences leave a node that ends while it still runs: their gateways resume them at once.
         left_s = self._left_s()
         desired = wanted(self._assigned.versions) if left_s > 0.0 else {}
@@ -300,6 +300,7 @@ class WorkerAgent:
             free_bytes=self._ledger.free_bytes,
             releasing=any(slot.memory.releases_memory for slot in self._slots.values()),
             retire_s=self._context.settings.retire_s,
+            unix_s=self._clock.unix_s(),
         )
         for action in actions:
             log.info("version.planned", action=type(action).__name__, digest=_digest(action))
@@ -412,7 +413,8 @@ class WorkerAgent:
             slot = self._slots.get(assigned.version_digest)
             if slot is None:
                 continue
-            record = record_of(slot, assigned.deployment)
+            least = self._host.least_route_revision(assigned.version_digest)
+            record = record_of(slot, assigned.deployment, least_route_revision=least)
             if assigned.engine != slot.version.engine and slot.phase is not VersionPhase.STOPPING:
                 record = LoadedVersion(
                     assigned.deployment,

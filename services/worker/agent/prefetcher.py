@@ -20,7 +20,9 @@ RETRY_S: Final = 30.0
 
 
 class Prefetcher:
-    """Fetches one version at a time. What it has is not pinned: versions that are to run may evict it."""
+    """Fetches one version at a time. What is prefetched is not pinned: versions that are to run may evict it.
+    What a revert needs is.
+    """
 
     def __init__(
         self, files: Callable[[AssignedVersion], LocalFiles], clock: Clock, changed: Callable[[], None]
@@ -31,13 +33,23 @@ class Prefetcher:
         self._changed = changed
         self._wanted: tuple[AssignedVersion, ...] = ()
         self._folders: dict[str, Path] = {}
+        self._pinned: dict[str, LocalFiles | None] = {}  # the files that stay; None: not fetched yet
         self._asked = asyncio.Event()
 
-    def want(self, versions: Sequence[AssignedVersion]) -> None:
-        """Fetch these from now on, the likeliest first. Others stay until they are evicted."""
-        if self._wanted != (wanted := tuple(versions)):
-            self._wanted = wanted
-            self._asked.set()
+    def want(self, versions: Sequence[AssignedVersion], pinned: Sequence[AssignedVersion] = ()) -> None:
+        """Fetch these from now on, the likeliest first. Others stay until they are evicted.
+
+        ``pinned`` come before ``versions`` and stay until they are no longer among them.
+        """
+        staying = {one.version_digest for one in pinned}
+        if self._wanted == (wanted := (*pinned, *versions)) and staying == self._pinned.keys():
+            return
+        before, self._wanted = self._pinned, wanted
+        self._pinned = {digest: before.pop(digest, None) for digest in sorted(staying)}
+        for files in before.values():
+            if files is not None:
+                files.unpin()
+        self._asked.set()
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -51,7 +63,11 @@ class Prefetcher:
         """Fetch what is wanted, until cancelled. What fails is fetched again after ``RETRY_S``."""
         while True:
             self._asked.clear()
-            missing = [one for one in self._wanted if one.version_digest not in self.present]
+            for digest, files in self._pinned.items():
+                if files is not None and files.lost():
+                    self._pinned[digest] = None
+            here = {*self.present} - {digest for digest, files in self._pinned.items() if files is None}
+            missing = [one for one in self._wanted if one.version_digest not in here]
             for version in missing:
                 await self._fetch(version)
                 if self._asked.is_set():
@@ -69,7 +85,10 @@ class Prefetcher:
             log.info("version.not_prefetched", digest=version.version_digest, reason=error.reason)
             return
         folder = files.folder
-        files.unpin()
+        if self._pinned.get(version.version_digest, files) is None:
+            self._pinned[version.version_digest] = files
+        else:
+            files.unpin()
         if folder is not None:
             self._folders[version.version_digest] = folder
             log.info("version.prefetched", digest=version.version_digest)

@@ -135,8 +135,11 @@ def _live(sequence: WorkerSequence) -> fleet.ReportedSequence:
     )
 
 
-def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
-    """Return the public record of the slot's version for a deployment."""
+def record_of(slot: VersionSlot, deployment: str, *, least_route_revision: int = 0) -> LoadedVersion:
+    """Return the public record of the slot's version for a deployment.
+
+    ``least_route_revision`` is the fence that its starts obey.
+    """
     table, memory, failures = slot.table, slot.memory, slot.failures
     limits = None if table is None else table.limits
     grant = memory.granted if slot.leads else None
@@ -160,8 +163,18 @@ def record_of(slot: VersionSlot, deployment: str) -> LoadedVersion:
         working_bytes=0 if grant is None else grant.working_bytes,
         kv_bytes=0 if grant is None else grant.kv_bytes,
         needed_bytes=memory.needed_bytes,
-        spare_bytes=memory.spare_bytes if grant is not None and slot.phase in RESIZABLE else 0,
+        spare_bytes=_spare_bytes(slot),
+        least_route_revision=least_route_revision,
     )
+
+
+def _spare_bytes(slot: VersionSlot) -> int:
+    """Return what it releases to a version that waits; a parked one with an engine of its own leaves."""
+    grant = slot.memory.granted if slot.leads else None
+    if grant is None or slot.phase not in RESIZABLE:
+        return 0
+    alone = slot.table is None or len(slot.table.versions) == 1
+    return grant.bytes if slot.parked and alone else slot.memory.spare_bytes
 
 
 def _expects_memory(slot: VersionSlot) -> bool:

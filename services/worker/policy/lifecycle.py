@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 from services.core.records import AssignedVersion
+from services.core.rollouts.routes import Withdrawal
 
 # Reasons that a later attempt with the same files on the same worker would repeat.
 FINAL_REASONS: Final = frozenset(
@@ -127,13 +128,18 @@ def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     return versions
 
 
-def least_route_revisions(assigned: Sequence[AssignedVersion]) -> dict[str, int]:
-    """Return the least route revision of each version: a version of several deployments has the lowest."""
-    found: dict[str, int] = {}
+def withdrawals(assigned: Sequence[AssignedVersion]) -> dict[str, Withdrawal]:
+    """Return the withdrawn versions: of several deployments of a version, the most open one decides."""
+    found: dict[str, AssignedVersion] = {}
     for version in assigned:
-        digest, least = version.version_digest, version.least_route_revision
-        found[digest] = min(found.get(digest, least), least)
-    return found
+        held = found.setdefault(version.version_digest, version)
+        if version.least_route_revision < held.least_route_revision:
+            found[version.version_digest] = version
+    return {
+        digest: Withdrawal(digest, version.least_route_revision, version.successor_digest)
+        for digest, version in found.items()
+        if version.least_route_revision
+    }
 
 
 def plan(
@@ -144,21 +150,25 @@ def plan(
     free_bytes: int = 0,
     releasing: bool = False,
     retire_s: float = 0.0,
+    unix_s: float = 0.0,
 ) -> tuple[Action, ...]:
     """Return the actions that move ``observed`` towards ``desired``: those that free memory first.
 
     A retiring version is removed after ``retire_s`` without a sequence: no gateway then holds a request for
-    it. ``free_bytes`` is the ungranted device memory. Fetches never wait. A load waits while a version of
-    higher priority waits for memory. While pools are ``releasing`` memory, no BROKEN version that waits
-    for memory is loaded: it would get only a part.
+    it. A warm one stays until its time, ``unix_s``, unless another version waits for memory. ``free_bytes``
+    is the ungranted device memory. Fetches never wait. A load waits while a version of higher priority waits
+    for memory. While pools are ``releasing`` memory, no BROKEN version that waits for memory is loaded: it
+    would get only a part.
     """
     leaving: list[Action] = []
     coming: list[Action] = []
     kept: list[tuple[int, Slot]] = []
+    short = any(slot.unbooked and slot.needed_bytes > free_bytes for slot in observed)
     for slot in sorted(observed, key=lambda each: each.version.version_digest):
         version = desired.get(slot.version.version_digest)
         if version is not None and version.retiring:
-            leaving += _retire(slot, now_s, retire_s)
+            warm = unix_s < version.warm_until_unix_s and not short
+            leaving += _retire(slot, now_s, retire_s, warm=warm)
         elif version is not None and version.engine == slot.version.engine:
             kept.append((version.priority.rank, slot))
         else:
@@ -239,13 +249,13 @@ def _waits_for_before(
     return False
 
 
-def _retire(slot: Slot, now_s: float, retire_s: float) -> list[Action]:
+def _retire(slot: Slot, now_s: float, retire_s: float, *, warm: bool) -> list[Action]:
     digest, is_over = slot.version.version_digest, now_s >= slot.idle_since_s + retire_s
     match slot.phase:
         case VersionPhase.READY:
             return [RetireVersion(digest)]
         case VersionPhase.RETIRING:
-            return [Discard(digest)] if is_over and not slot.running else []
+            return [Discard(digest)] if is_over and not slot.running and not warm else []
         case VersionPhase.BROKEN if slot.restarting and not is_over:  # its sequences are placed here again
             return [LoadVersion(digest)] if now_s >= slot.retry_at_s else []
         case VersionPhase.LOADING if slot.restarting:

@@ -135,6 +135,12 @@ class VersionSlot:
         return table if table is not None and self.digest in table.versions else None
 
     @property
+    def parked(self) -> bool:
+        """Whether it retires and has ended its requests: it stays only for a revert."""
+        idle_s = self._context.clock.monotonic_s() - self._idle_since_s
+        return self.phase is VersionPhase.RETIRING and idle_s >= self._context.settings.retire_s
+
+    @property
     def leads(self) -> bool:
         """Whether its engine's memory is counted with this version, of those that share it."""
         return self.memory.owner == self.digest

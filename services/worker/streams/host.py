@@ -11,6 +11,7 @@ from services.core.fleet import TenantCounter
 from services.core.generation import FallbackGrant, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause
 from services.core.records import SHARED_NODES, Priority
+from services.core.rollouts.routes import Withdrawal
 from services.ports.streams import StepFrame
 from services.worker.streams.admission import FallbackAdmission, GrantFence
 from services.worker.streams.charges import DeviceTime, Tally
@@ -46,8 +47,8 @@ class SequenceHost:
         self.device = device
         self.counters = FairnessCounters()
         self.draining = False
-        # A request that was resolved at an older revision is not started, by version.
-        self.least_route_revisions: Mapping[str, int] = {}
+        # Versions of which no request that was resolved at an older revision is started, by digest.
+        self.withdrawals: Mapping[str, Withdrawal] = {}
         self.changed = changed
         # The node group whose sequences and rows alone are admitted, and the one that follows it.
         self.node_group = SHARED_NODES
@@ -136,6 +137,11 @@ class SequenceHost:
         """Stop, or resume, admitting new sequences of a loaded version."""
         (self._closed_to.add if closed else self._closed_to.discard)(version_digest)
         self.changed()
+
+    def least_route_revision(self, version_digest: str) -> int:
+        """Return the revision from which on requests for a version are started; 0: any."""
+        found = self.withdrawals.get(version_digest)
+        return 0 if found is None else found.route_revision
 
     def takes(self, version_digest: str) -> bool:
         """Whether new sequences of the version are admitted if there is free capacity."""
@@ -245,7 +251,7 @@ class SequenceHost:
             return NotAdmittedReason.NOT_READY
         if not self._is_of_group(spec.node_group):
             return NotAdmittedReason.OTHER_NODE_GROUP
-        if spec.route_revision < self.least_route_revisions.get(spec.version_digest, 0):
+        if spec.route_revision < self.least_route_revision(spec.version_digest):
             return NotAdmittedReason.STALE_ROUTE
         if spec.version_digest in self._closed_to:
             return NotAdmittedReason.DRAINING
@@ -285,7 +291,7 @@ class SequenceHost:
 
     def _is_stale(self, spec: StartSpec) -> bool:
         """Whether the route that the request was resolved by is withdrawn. What has output goes on."""
-        least = self.least_route_revisions.get(spec.grant.version_digest, 0)
+        least = self.least_route_revision(spec.grant.version_digest)
         return spec.generation.route_revision < least and not (spec.produced_ids or spec.scored_tokens)
 
     def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
@@ -309,12 +315,16 @@ class GatewaySequences:
     def start(self, handle: int, spec: StartSpec) -> None:
         self._check_unused(handle)
         refusal = self._host.start(self._outbox, handle, spec)
-        if refusal is not None:
-            self._outbox.refuse(handle, refusal)
+        self._answer(handle, refusal, spec.grant.version_digest)
 
     def start_row(self, handle: int, spec: RowSpec) -> None:
         self._check_unused(handle)
         refusal = self._host.start_row(self._outbox, handle, spec)
+        self._answer(handle, refusal, spec.version_digest)
+
+    def _answer(self, handle: int, refusal: NotAdmittedReason | None, version_digest: str) -> None:
+        if refusal is NotAdmittedReason.STALE_ROUTE:
+            self._outbox.withdraw(self._host.withdrawals[version_digest])
         if refusal is not None:
             self._outbox.refuse(handle, refusal)
 

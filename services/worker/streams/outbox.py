@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from services.core.fixed_cost.rows import RowEnd
 from services.core.generation import NotAdmittedReason, SequenceEnd
+from services.core.rollouts.routes import Withdrawal
 from services.ports.streams import StepFrame
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.live_sequence import WorkerSequence
@@ -30,6 +31,7 @@ class Outbox:
         self.dirty: list[WorkerSequence] = []  # sequences with pending output, each once
         self._accepted: list[int] = []
         self._not_admitted: list[tuple[int, NotAdmittedReason]] = []
+        self._withdrawn: dict[str, Withdrawal] = {}  # what refused starts named, by version
         self._ended: list[tuple[WorkerSequence, SequenceEnd]] = []
         self._ended_rows: dict[int, RowEnd] = {}
 
@@ -41,6 +43,10 @@ class Outbox:
     def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
         self._not_admitted.append((handle, reason))
         self.wake()
+
+    def withdraw(self, withdrawal: Withdrawal) -> None:
+        """Send it with the refusal that follows."""
+        self._withdrawn[withdrawal.version_digest] = withdrawal
 
     def touch(self, sequence: WorkerSequence) -> None:
         """Mark a sequence as having pending output."""
@@ -88,6 +94,7 @@ class Outbox:
         if not (self.dirty or self._ended or self._accepted or self._not_admitted or self._ended_rows):
             return None
         frame = StepFrame(accepted=self._accepted, not_admitted=self._not_admitted)
+        frame.withdrawn, self._withdrawn = list(self._withdrawn.values()), {}
         self._accepted, self._not_admitted = [], []
         self._take_tokens(frame)
         self._take_rows(frame)

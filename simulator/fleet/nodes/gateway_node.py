@@ -220,13 +220,14 @@ class GatewayNode:
         streams = SimStreams(process, network)
         self._open_links(spec, streams, StreamPlacementLinks(streams, directory, gateway_id), gateway_id)
         self._informers = _Informers(store, process)
+        self.splits = self.make_splits()
         self.catalog = catalog = self.catalog_type(
             self._informers.deployments,
             self._informers.workers,
             _BundledFiles(),
             clock,
             texts=LocalTexts(Executor(), clock),
-            splits=self.make_splits(),
+            splits=self.splits,
             scaled=_NoRecords() if spec.scaling is None else self._informers.scaled,
             sized=_NoRecords(),
         )
@@ -275,7 +276,14 @@ class GatewayNode:
         self.placement = MuxedPlacement(
             links, clock, supervisor, process.rng, fallback=fallback, on_frame=self.leases.on_frame
         )
-        workers = MuxedWorkers(streams, gateway_id, clock, supervisor, unsent=self.placement.give_back)
+        workers = MuxedWorkers(
+            streams,
+            gateway_id,
+            clock,
+            supervisor,
+            unsent=self.placement.give_back,
+            withdrawn=lambda withdrawal: self.splits.withdraw(withdrawal),
+        )
         self.workers = self.make_workers(workers)
         self.rows = LeasedRows(workers, self.placement, self.leases, clock, supervisor)
         self._tenants = {tenant.name: tenant for tenant in spec.tenants}

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.manifest import sha256_of
-from services.core.records import WORKERS, LoadedVersion, VersionRecord, VersionState, Worker, version_key
+from services.core.records import (
+    ROLLOUTS,
+    WORKERS,
+    LoadedVersion,
+    VersionRecord,
+    VersionState,
+    Worker,
+    load,
+    version_key,
+)
 from tests.integration.client.planes import Fleet, fleet
 from tests.integration.client.test_limit_commands import document, said
 
@@ -75,3 +86,16 @@ async def test_a_deployment_goes_back_to_its_last_other_state(admin: Fleet) -> N
     assert back["version_digest"] == OLD
     await said(admin, f"deployments rollback chat --to {rows[0].split(chr(9))[0]}")
     assert (await document(admin, "deployments show chat"))["version_digest"] == NEW
+
+
+async def test_a_wait_ends_with_the_cutover_and_fails_without_one(admin: Fleet) -> None:
+    made = await document(admin, f"rollouts start chat --to {NEW} --name r --keep-warm 90s")
+    assert made["keep_warm"] == "90s"
+    assert "r is loading" in await said(admin, "rollouts wait chat --within 1s", code=4)
+    held = await admin.store.get(ROLLOUTS + "r")
+    assert held is not None
+    final = replace(load(held.value, Rollout), phase=RolloutPhase.COMPLETED, cutover_revision=7)
+    await admin.put(held.key, replace(final, message="cut over: from route revision 7 on"))
+    assert "cut over: from route revision 7 on" in await said(admin, "rollouts wait r")
+    await admin.put(held.key, replace(final, phase=RolloutPhase.REVERTED))
+    assert "r is reverted" in await said(admin, "rollouts wait r", code=4)

@@ -37,7 +37,7 @@ from services.core.records import (
     load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
-from services.ports.store import Delete
+from services.ports.store import Delete, Put
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
 MIB = 2**20
@@ -346,3 +346,32 @@ async def test_a_name_is_used_once(serving: Plane) -> None:
     await serving.store.commit([])
     with pytest.raises((AlreadyExists, FailedPrecondition)):
         await create(serving, message())
+
+
+async def test_a_route_that_was_spoiled_by_hand_is_written_again_by_what_operators_do(serving: Plane) -> None:
+    found = await create(serving, message())
+    await serving.store.commit([Put(ROUTES + "chat", b"{")])
+    read = await serving.call("GetRollout", pb.GetRolloutRequest(name="r"))
+    assert isinstance(read, pb.GetRolloutResponse)
+    request = pb.AbortRolloutRequest(name="r", etag=found.metadata.etag)
+    await serving.call("AbortRollout", request)
+    stored = await route(serving)
+    assert stored is not None
+    assert ([arm.weight_bp for arm in stored.arms], stored.fault) == ([10_000, 0], "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "mend"),
+    [
+        ({"arms": [pb.RolloutArm(name="canary", version="no-tag")]}, "fairway models versions tiny"),
+        ({"rules": pb.RolloutRules(overrides={"acme": "gone"})}, "name one of stable, canary"),
+        ({"arms": []}, "1 to 4 arms"),
+        ({"steps": [pb.RolloutStep(weight_ratio=0.0)]}, "weights above 0"),
+    ],
+)
+async def test_a_route_to_nothing_is_refused_with_what_mends_it(
+    serving: Plane, fields: dict[str, Any], mend: str
+) -> None:
+    with pytest.raises(FairwayError, match=mend):
+        await create(serving, message(**fields))
+    assert await route(serving) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.core.records import (
     ASSIGNMENTS,
@@ -77,7 +77,8 @@ class RecordedFleet:
                 continue
             state = VersionState.READY if passed_s > self.load_s else VersionState.LOADING
             state = VersionState.RETIRING if one.retiring else state
-            found.append(LoadedVersion(one.deployment, one.model, one.version_digest, state))
+            loaded = LoadedVersion(one.deployment, one.model, one.version_digest, state)
+            found.append(replace(loaded, least_route_revision=one.least_route_revision))
         held = {one.version_digest for one in assignment.versions}
         for key in [key for key in self.since_s if key[0] == worker_id and key[1].rstrip("-") not in held]:
             del self.since_s[key]

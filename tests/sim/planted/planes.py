@@ -109,6 +109,13 @@ class MissesAborts(GatewayNode):
         return _Missing(self.routes)
 
 
+class MissesCutovers(GatewayNode):
+    """Keeps the first split that it reads, and sends to its stable version."""
+
+    def make_splits(self) -> Splits:
+        return _Frozen(self.routes)
+
+
 class SwapsVersions(GatewayNode):
     """Starts one sequence in three on the other version, where a worker has it."""
 
@@ -191,6 +198,18 @@ class _Missing(Splits):
         return super().choose(route, caller, serves=lambda digest: True)
 
 
+class _Frozen(Splits):
+    def of(self, model: str) -> Versioned[ModelRoute] | None:
+        if (found := super().of(model)) is not None:
+            self.__dict__.setdefault("first", found)
+        return self.__dict__.get("first", found)
+
+    def choose(
+        self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
+    ) -> RouteArm:
+        return route.stable
+
+
 class _Swapping:
     def __init__(self, workers: WorkerClient) -> None:
         self._workers = workers
@@ -208,12 +227,12 @@ class _Swapping:
 class _Unfencing(SequenceHost):
     def _refusal(self, spec: StartSpec) -> NotAdmittedReason | None:
         digest = spec.grant.version_digest
-        least, self.least_route_revisions = self.least_route_revisions, {}
+        withdrawals, self.withdrawals = self.withdrawals, {}
         closed = digest in self._closed_to
         self._closed_to.discard(digest)
         try:
             return super()._refusal(spec)
         finally:
-            self.least_route_revisions = least
+            self.withdrawals = withdrawals
             if closed:
                 self._closed_to.add(digest)

@@ -193,6 +193,7 @@ class Fleet:
     catalog: ModelCatalog
     identity: KeyDirectory
     clock: FakeClock
+    splits: Splits
 
     def ready(
         self,
@@ -219,6 +220,7 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
     keys, tenants, deployments, workers, routes = View(), View(), View(), View(), View()
     scaled, sized = View(), View()
     files = LocalFiles(model_folder)
+    splits = Splits(routes)
     found = Fleet(
         keys,
         tenants,
@@ -234,13 +236,14 @@ def fleet(model_folder: Path, clock: FakeClock, executor: ThreadPoolExecutor) ->
             files,
             clock,
             texts=LocalTexts(executor, clock),
-            splits=Splits(routes),
+            splits=splits,
             scaled=scaled,
             sized=sized,
             aliases={"org/Chat-Small": "chat-small", "org/Gone": "gone"},
         ),
         KeyDirectory(keys, tenants, clock),
         clock,
+        splits,
     )
     tenants.put(TENANTS + "acme", Tenant(Meta("acme"), max_priority=Priority.STANDARD))
     deployments.put(DEPLOYMENTS + "chat-small", Deployment(Meta("chat-small"), "tiny", "v1", DIGEST, 1), 42)

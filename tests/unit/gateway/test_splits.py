@@ -18,6 +18,7 @@ from services.core.rollouts.routes import (
     RouteArm,
     SplitCaller,
     SplitRules,
+    Withdrawal,
     split,
 )
 from services.gateway import splits as module
@@ -106,3 +107,61 @@ async def test_the_text_model_of_an_arm_is_loaded_before_it_has_traffic(fleet: A
     digests = fleet.catalog._digests_of(fleet.catalog.resolve("chat-small"))
     assert digests == {OLD, NEW}
     await fleet.catalog.text_model(NEW)
+
+
+def test_a_refusal_gives_a_gateway_whose_view_is_old_the_successor(fleet: Any) -> None:
+    load(fleet)
+    put(fleet, WHOLE_BP)
+    fleet.routes.aged_s = module.MAX_AGE_S + 0.1
+    assert fleet.catalog.resolve("chat-small", CALLER).version_digest == OLD
+    fleet.splits.withdraw(Withdrawal(OLD, 60, NEW))
+    route = fleet.catalog.resolve("chat-small", CALLER)
+    assert (route.version_digest, route.route_revision, route.step) == (NEW, 60, "")
+    assert fleet.catalog.model_of(NEW) == "tiny"
+    with pytest.raises(VersionGone):
+        fleet.catalog.resolve("chat-small", replace(CALLER, pin=OLD))
+    fleet.splits.withdraw(Withdrawal(NEW, 70, "sha256:" + "ef" * 32))
+    assert fleet.catalog.resolve("chat-small", CALLER).route_revision == 70, "the next cutover"
+    put(fleet, 0, revision=61)
+    assert fleet.catalog.resolve("chat-small", CALLER).version_digest == OLD, "the view is newer: reverted"
+
+
+def test_a_refusal_counts_for_a_view_from_before_the_rollout_too(fleet: Any) -> None:
+    assert fleet.catalog.resolve("chat-small", CALLER).version_digest == OLD
+    fleet.splits.withdraw(Withdrawal(OLD, 60, NEW))
+    assert fleet.catalog.resolve("chat-small", CALLER).version_digest == NEW
+
+
+def test_what_is_withdrawn_is_bounded(fleet: Any) -> None:
+    splits = fleet.splits
+    for number in range(module.MAX_WITHDRAWN + 1):
+        splits.withdraw(Withdrawal(f"v{number}", 1, NEW))
+    assert splits.withdrawal_of("v0", 0) is None
+    assert splits.withdrawal_of("v1", 0) is not None
+
+
+NOWHERE = "sha256:" + "00" * 32
+
+
+@pytest.mark.parametrize(
+    ("arms", "fault"),
+    [
+        ((), "malformed"),
+        ((RouteArm("stable", OLD, 50), RouteArm("canary", NEW, 10_000)), "malformed"),
+        ((RouteArm("stable", OLD, 0, closed=True), RouteArm("canary", NEW, 10_000)), "malformed"),
+        ((RouteArm("stable", OLD, 0), RouteArm("canary", NOWHERE, 10_000)), "no_worker"),
+        ((RouteArm("stable", NOWHERE, 10_000),), "no_worker"),
+    ],
+)
+def test_a_route_written_by_hand_that_leads_nowhere_is_served_by_the_stable_version_and_reported(
+    fleet: Any, arms: tuple[RouteArm, ...], fault: str
+) -> None:
+    load(fleet)
+    assert fleet.catalog.route_faults() == []
+    fleet.routes.put(ROUTES + "chat-small", ModelRoute("chat-small", "by hand", arms), 50)
+    for number in range(20):
+        caller = SplitCaller("acme", f"session-{number}")
+        assert fleet.catalog.resolve("chat-small", caller).version_digest == OLD
+    assert fleet.catalog.route_faults() == [("chat-small", fault)]
+    put(fleet, 5000)
+    assert fleet.catalog.route_faults() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.core.generation import NotAdmittedReason, SequenceEnd
+from services.core.rollouts.routes import Withdrawal
 from services.ports.streams import StepFrame
 from tests.unit.worker.bench import Bench
 
@@ -15,6 +16,7 @@ class Reader:
         self.stream = bench.host.open(self._wake)
         self.accepted: list[int] = []
         self.refused: dict[int, NotAdmittedReason] = {}
+        self.withdrawn: list[Withdrawal] = []
         self.ids: dict[int, list[int]] = {}
         self.text: dict[int, str] = {}
         self.ends: dict[int, SequenceEnd] = {}
@@ -33,6 +35,7 @@ class Reader:
             frames.append(frame)
             self.accepted += frame.accepted
             self.refused.update(frame.not_admitted)
+            self.withdrawn += frame.withdrawn
             at = 0
             for handle, offset, count, text in zip(
                 frame.handles, frame.offsets, frame.counts, frame.texts, strict=True

@@ -2,8 +2,8 @@
 
 The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then
 an operator's promotion; then the hold, the gate and the replicas of the next step. The soak is judged like a
-step, by what the stable version did before it. A state that is final for new requests (ROLLING_BACK,
-FINISHING) ends when no worker has the versions that leave.
+step, by what the stable version did before it. ROLLING_BACK ends when no worker has a candidate, FINISHING
+when every live worker refuses what was resolved before it: the old version may then stay warm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from services.controlplane.rollouts.records import (
     RolloutPhase,
     RolloutStrategy,
 )
-from services.core.records import LoadedVersion, VersionState, Worker
+from services.core.records import AssignedVersion, Assignment, LoadedVersion, VersionState, Worker
 from services.core.rollouts.routes import WHOLE_BP
 
 Reports = Mapping[str, GateReport]
@@ -38,6 +38,7 @@ Reports = Mapping[str, GateReport]
 BASELINE_S: Final = 60.0
 # Reason of a version whose answers will not do, however often it is probed.
 PROBE_FAILED: Final = "PROBE_FAILED"
+_NAMED: Final = 8  # workers that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,15 @@ class ArmFacts:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """``replicas`` are the deployment's, ``arms`` are by name. ``unplaced`` states why an arm lacks a worker,
-    by name. ``measured``: the sums of the present step are complete, which they are not just after a
-    failover. ``unmeasured`` names what the stable version has too little of for a comparison, empty for
-    nothing.
-    """
+    """What the fleet reports of a rollout."""
 
-    replicas: int
-    arms: Mapping[str, ArmFacts]
-    unplaced: Mapping[str, str] = field(default_factory=dict)
-    measured: bool = True
-    unmeasured: str = ""
+    replicas: int  # those of the deployment
+    arms: Mapping[str, ArmFacts]  # arms on the workers, by name
+    unplaced: Mapping[str, str] = field(default_factory=dict)  # why an arm lacks a worker, by name
+    measured: bool = True  # completeness of the present step's sums, which a new leader lacks at first
+    unmeasured: str = ""  # what the stable version has too little of for a comparison; empty: nothing
+    route_revision: int = 0  # revision of the stored route; 0: none
+    unfenced: tuple[str, ...] = ()  # live workers that have not confirmed it for a version that left
 
     def arm(self, name: str) -> ArmFacts:
         return self.arms.get(name, ArmFacts())
@@ -115,6 +114,27 @@ def _with(facts: ArmFacts, version: LoadedVersion, *, draining: bool) -> ArmFact
     )
 
 
+def unfenced_on(
+    rollout: Rollout, workers: Sequence[Worker], assignments: Sequence[Assignment], route_revision: int
+) -> tuple[str, ...]:
+    """Return the live workers that have, or are assigned, a version that left and have not confirmed that
+    they refuse the requests that were resolved for it before ``route_revision``.
+    """
+    final = rollout.final_arm.version_digest
+    left = {rollout.stable_digest, *(arm.version_digest for arm in rollout.arms)} - {final}
+
+    def is_open(version: AssignedVersion | LoadedVersion) -> bool:
+        mine = version.deployment == rollout.deployment and version.version_digest in left
+        return mine and version.least_route_revision < route_revision
+
+    assigned = {one.worker_id: one.versions for one in assignments}
+    return tuple(
+        worker.worker_id
+        for worker in workers
+        if any(map(is_open, worker.versions)) or any(map(is_open, assigned.get(worker.worker_id, ())))
+    )
+
+
 def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout:
     """Return the rollout's next state, or the same one. ``reports`` has the present step's, by candidate."""
     match rollout.phase:
@@ -125,13 +145,9 @@ def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s:
         case RolloutPhase.SOAKING:
             return _soaking(rollout, facts, reports, now_unix_s)
         case RolloutPhase.FINISHING:
-            names = [STABLE, *(arm.name for arm in rollout.arms if arm is not rollout.final_arm)]
-            message = f"{rollout.final_arm.name} is final"
-            return _once_gone(rollout, facts, names, RolloutPhase.COMPLETED, message, now_unix_s)
+            return _once_fenced(rollout, facts, now_unix_s)
         case RolloutPhase.ROLLING_BACK:
-            names = [arm.name for arm in rollout.arms]
-            message = "every request is on the stable version"
-            return _once_gone(rollout, facts, names, RolloutPhase.ABORTED, message, now_unix_s)
+            return _once_gone(rollout, facts, now_unix_s)
         case _:
             return rollout
 
@@ -274,19 +290,26 @@ def _soak(rollout: Rollout, now_unix_s: float) -> Rollout:
     )
 
 
-def _once_gone(
-    rollout: Rollout,
-    facts: RolloutFacts,
-    names: list[str],
-    phase: RolloutPhase,
-    message: str,
-    now_unix_s: float,
-) -> Rollout:
-    """Return the phase once no worker has the versions of these arms."""
-    left = sum(facts.arm(name).loaded for name in names)
-    if left:
+def _once_fenced(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    """Return the rollout as cut over once every live worker refuses what was resolved before."""
+    name, revision = rollout.final_arm.name, facts.route_revision
+    if facts.unfenced or not revision:
+        some = ", ".join(facts.unfenced[:_NAMED])
+        message = f"{name} is final; not yet confirmed by {len(facts.unfenced)} workers: {some}"
+        return replace(rollout, message=message)
+    message = f"cut over: from route revision {revision} on every new request is answered by {name}"
+    event = RolloutEvent(now_unix_s, "CUT_OVER", message)
+    return replace(_entered(rollout, RolloutPhase.COMPLETED, event), cutover_revision=revision)
+
+
+def _once_gone(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    """Return the rollout as aborted once no worker has a candidate."""
+    message = "every request is on the stable version"
+    if left := sum(facts.arm(arm.name).loaded for arm in rollout.arms):
         return replace(rollout, message=f"{message}; {left} replicas end their requests")
-    return _entered(rollout, phase, RolloutEvent(now_unix_s, phase.name, message))
+    return _entered(
+        rollout, RolloutPhase.ABORTED, RolloutEvent(now_unix_s, RolloutPhase.ABORTED.name, message)
+    )
 
 
 def _failed(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s: float) -> Rollout | None:

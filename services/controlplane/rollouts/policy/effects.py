@@ -7,8 +7,10 @@ transaction, so that no instant has a state without its split.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
+from services.controlplane.policy.assign import KeptVersion
 from services.controlplane.rollouts.records import (
     FULL,
     STABLE,
@@ -142,7 +144,11 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
     salt = rollout.salt
     final = rollout.final_arm
     if rollout.phase is RolloutPhase.FINISHING:
-        arms: tuple[RouteArm, ...] = (RouteArm(final.name, final.version_digest, WHOLE_BP, replicas),)
+        arms: tuple[RouteArm, ...] = (
+            RouteArm(final.name, final.version_digest, WHOLE_BP, replicas),
+            RouteArm(STABLE, rollout.stable_digest, closed=True),
+            *(RouteArm(arm.name, arm.version_digest, closed=True) for arm in rollout.arms if arm != final),
+        )
         return ModelRoute(rollout.deployment, salt, arms, rollout.rules)
     weights = weights_of(rollout)
     by_worker = rollout.by_worker and rollout.phase is not RolloutPhase.ROLLING_BACK
@@ -213,6 +219,21 @@ def step_name(rollout: Rollout) -> str:
     """Return the name under which the requests of the present phase and step are counted."""
     running = rollout.phase is RolloutPhase.RUNNING
     return f"{rollout.salt}/{rollout.step if running else rollout.phase}"
+
+
+def kept_versions(rollouts: Iterable[Rollout], deployments: Iterable[Deployment]) -> dict[str, KeptVersion]:
+    """Return the version before the newest final rollout of each deployment, while it has the candidate."""
+    serving = {one.meta.name: one.version_digest for one in deployments}
+    final = [
+        one
+        for one in rollouts
+        if one.phase in (RolloutPhase.FINISHING, RolloutPhase.COMPLETED)
+        and serving.get(one.deployment) == one.final_arm.version_digest
+    ]
+    return {
+        one.deployment: KeptVersion(one.stable_digest, one.phase_unix_s + one.keep_warm_s)
+        for one in sorted(final, key=lambda each: each.phase_unix_s)
+    }
 
 
 def deployment_of(rollout: Rollout, deployment: Deployment) -> Deployment:

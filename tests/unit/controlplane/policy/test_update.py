@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controlplane.policy.assign import Action, DropAssignment, PutAssignment, plan
+from services.controlplane.policy.assign import Action, DropAssignment, KeptVersion, PutAssignment, plan
 from services.core.records import (
     AssignedVersion,
     Assignment,
@@ -38,6 +38,7 @@ class FakeWorker:
     unloadable: frozenset[str] = frozenset()
     versions: dict[str, tuple[VersionState, int]] = field(default_factory=dict)
     engines: dict[str, str] = field(default_factory=dict)  # by version; those with the same share one
+    fences: dict[str, int] = field(default_factory=dict)  # the least route revisions that it obeys
 
     def leading(self) -> set[str]:
         """Return the versions that an engine's memory is counted with."""
@@ -89,6 +90,7 @@ class FakeWorker:
                 else "DOES_NOT_FIT",
                 weight_bytes=self.size_bytes if digest in self.leading() else 0,
                 needed_bytes=self.size_bytes,
+                least_route_revision=self.fences.get(digest, 0),
             )
             for digest, (state, _) in sorted(self.versions.items())
         ]
@@ -114,6 +116,7 @@ class Fleet:
         self.assignments: dict[str, Assignment] = {}
         self.routes: list[RevisedRoute] = []
         self.wanted = deployment(OLD, len(rooms))
+        self.kept: dict[str, KeptVersion] = {}
         self.actions: tuple[Action, ...] = ()
 
     def ready(self, digest: str) -> int:
@@ -126,7 +129,13 @@ class Fleet:
         records = [worker.record(worker_id) for worker_id, worker in self.workers.items()]
         assignments = list(self.assignments.values())
         self.actions = plan(
-            [self.wanted], records, self.nodes, assignments, self.routes, engines=self.engines
+            [self.wanted],
+            records,
+            self.nodes,
+            assignments,
+            self.routes,
+            engines=self.engines,
+            kept=self.kept,
         )
         for action in self.actions:
             if isinstance(action, PutAssignment):
@@ -137,6 +146,7 @@ class Fleet:
             for worker_id, worker in self.workers.items():
                 versions = self.assignments.get(worker_id, Assignment(worker_id)).versions
                 worker.step({one.version_digest: one for one in versions})
+                worker.fences = {one.version_digest: one.least_route_revision for one in versions}
 
     def run(self, steps: int, *, lag: int = 1) -> list[tuple[str, int]]:
         """Return, per step, the version that takes requests and how many replicas of it are READY."""

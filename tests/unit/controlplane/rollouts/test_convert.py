@@ -27,6 +27,7 @@ WHOLE = Rollout(
         (GateMetric.COST, GateMetric.TTFT_P95), 9, 12.5, Inconclusive.ABORT, 0, {GateMetric.COST: "wanted"}
     ),
     soak_s=0.25,
+    keep_warm_s=0.0,
     load_timeout_s=33.0,
 )
 

@@ -28,6 +28,7 @@ from services.core.generation import (
     TokenLogprobs,
 )
 from services.core.records import Priority
+from services.core.rollouts.routes import Withdrawal
 from services.ports.streams import StepFrame
 from services.rpc.convert.worker import (
     frame_from_proto,
@@ -140,6 +141,7 @@ logprobs = st.builds(
 def frames(draw: st.DrawFn) -> StepFrame:
     frame = StepFrame(
         accepted=draw(st.lists(uint64, max_size=3)),
+        withdrawn=draw(st.lists(st.builds(Withdrawal, short, uint64, short), max_size=2)),
         not_admitted=draw(st.lists(st.tuples(uint64, st.sampled_from(NotAdmittedReason)), max_size=3)),
         finished=draw(st.lists(st.tuples(uint64, ends), max_size=3)),
     )

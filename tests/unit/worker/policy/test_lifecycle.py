@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.core.records import AssignedVersion, Priority
+from services.core.rollouts.routes import Withdrawal
 from services.worker.policy.lifecycle import (
     Action,
     CancelRemoval,
@@ -19,9 +20,9 @@ from services.worker.policy.lifecycle import (
     Slot,
     VersionPhase,
     backoff_s,
-    least_route_revisions,
     plan,
     wanted,
+    withdrawals,
 )
 
 DIGESTS = ("d1", "d2", "d3")
@@ -261,4 +262,21 @@ def test_backoff_doubles_up_to_a_cap() -> None:
 def test_the_least_route_revision_of_a_version_is_that_of_its_most_open_deployment() -> None:
     closed = AssignedVersion("a", "m", "sha256:x", least_route_revision=9)
     shared = [replace(closed, version_digest="sha256:y"), AssignedVersion("b", "m", "sha256:y")]
-    assert least_route_revisions([closed, *shared]) == {"sha256:x": 9, "sha256:y": 0}
+    assert withdrawals([closed, *shared]) == {"sha256:x": Withdrawal("sha256:x", 9)}
+
+
+def test_a_warm_version_stays_until_its_time_or_until_its_memory_is_needed() -> None:
+    warm = AssignedVersion("x", "m", "d1", retiring=True, warm_until_unix_s=60.0)
+    desired = {"d1": warm, "d2": AssignedVersion("x", "m", "d2")}
+    retired = Slot(warm, VersionPhase.RETIRING, has_files=True, granted_bytes=8)
+    beside = Slot(desired["d2"], VersionPhase.READY, has_files=True)
+    terms = {"now_s": NOW_S, "retire_s": 5.0, "free_bytes": 4}
+    assert plan(desired, [retired, beside], unix_s=59.0, **terms) == ()  # type: ignore[arg-type]
+    assert plan(desired, [retired, beside], unix_s=60.0, **terms) == (Discard("d1"),)  # type: ignore[arg-type]
+    short = replace(beside, phase=VersionPhase.BROKEN, unbooked=True, needed_bytes=5)
+    assert plan(desired, [retired, short], unix_s=59.0, **terms) == (Discard("d1"),)  # type: ignore[arg-type]
+    fits = replace(short, needed_bytes=4)
+    found = plan(desired, [retired, fits], unix_s=59.0, **terms)  # type: ignore[arg-type]
+    assert found == (LoadVersion("d2"),)
+    running = replace(retired, running=1)
+    assert plan(desired, [running, short], unix_s=99.0, **terms) == (), "a stream ends first"  # type: ignore[arg-type]

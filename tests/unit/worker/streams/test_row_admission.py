@@ -14,6 +14,7 @@ from services.core.fixed_cost.rows import RawTensor, RowEnd, RowSpec
 from services.core.fleet import PoolSnapshot, TenantTokens
 from services.core.generation import NotAdmittedReason
 from services.core.records import Priority
+from services.core.rollouts.routes import Withdrawal
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.admission import FallbackAdmission, FallbackRules
 from services.worker.streams.charges import Tally
@@ -91,7 +92,7 @@ def host(table: Table) -> SequenceHost:
 def test_a_row_of_another_life_leader_or_route_is_not_admitted(
     fields: dict[str, Any], reason: NotAdmittedReason | None, host: SequenceHost, table: Table
 ) -> None:
-    host.least_route_revisions = {DIGEST: 3}
+    host.withdrawals = {DIGEST: Withdrawal(DIGEST, 3)}
     stream = host.open(lambda: None)
     stream.start_row(1, structs.replace(SPEC, **fields))
     frame = stream.take()

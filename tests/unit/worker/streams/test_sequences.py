@@ -14,6 +14,7 @@ from services.core.errors import InvalidInput
 from services.core.fleet import ReportSnapshot
 from services.core.generation import FinishReason, NotAdmittedReason, StartSpec
 from services.core.poison.suspicion import LossCause, StepRole
+from services.core.rollouts.routes import Withdrawal
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
 from services.worker.streams.outbox import MAX_FRAME_TOKENS
@@ -103,12 +104,14 @@ def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Ben
         return replace(spec, generation=replace(spec.generation, route_revision=revision))
 
     reader.stream.start(1, at(6))
-    bench.host.least_route_revisions = {bench.table.versions.first: 7, "sha256:other": 99}
+    first = bench.table.versions.first
+    bench.host.withdrawals = {first: Withdrawal(first, 7), "sha256:other": Withdrawal("sha256:other", 99)}
     reader.stream.start(2, at(6))
     reader.stream.start(3, at(7))
     reader.stream.start(4, at(6, produced=(A,)))
     reader.ids[4] = [A]  # of the earlier run
     reader.read()
+    assert reader.withdrawn == [Withdrawal(first, 7)]
     assert (reader.accepted, reader.refused) == ([1, 3, 4], {2: NotAdmittedReason.STALE_ROUTE})
 
 

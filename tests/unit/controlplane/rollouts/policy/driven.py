@@ -7,8 +7,13 @@ from dataclasses import replace
 
 from services.controlplane.objectives.policy.gates import GateReport, Verdict
 from services.controlplane.policy.assign import Unplaced
-from services.controlplane.rollouts.policy.advance import RolloutFacts, advance, facts_of
-from services.controlplane.rollouts.policy.effects import deployment_of, route_of
+from services.controlplane.rollouts.policy.advance import (
+    RolloutFacts,
+    advance,
+    facts_of,
+    unfenced_on,
+)
+from services.controlplane.rollouts.policy.effects import deployment_of, kept_versions, route_of
 from services.controlplane.rollouts.records import (
     Rollout,
     RolloutArm,
@@ -67,7 +72,15 @@ class Driven:
         missing = [one.deployment for one in self.fleet.actions if isinstance(one, Unplaced)]
         unplaced = {"canary": "no room"} if f"d@{NEW}" in missing else {}
         found = facts_of(self.rollout, self.fleet.wanted.replicas, workers, unplaced, self.alarms)
-        return replace(found, measured=self.measured, unmeasured=self.unmeasured)
+        revision = self.fleet.routes[0].revision if self.fleet.routes else 0
+        unfenced = unfenced_on(self.rollout, workers, list(self.fleet.assignments.values()), revision)
+        return replace(
+            found,
+            measured=self.measured,
+            unmeasured=self.unmeasured,
+            route_revision=revision,
+            unfenced=unfenced,
+        )
 
     @property
     def reports(self) -> Mapping[str, GateReport]:
@@ -81,7 +94,9 @@ class Driven:
         route = route_of(self.rollout, self.fleet.wanted.replicas)
         if route is not None:
             route.check_integrity()
-        self.fleet.routes = [] if route is None else [RevisedRoute(route, round(self.now_s) + 1)]
+        if route is None or not self.routes or route != self.routes[-1]:
+            self.fleet.routes = [] if route is None else [RevisedRoute(route, round(self.now_s) + 1)]
+        self.fleet.kept = kept_versions([self.rollout], [self.fleet.wanted])
         self.routes.append(route)
 
     def operate(self, change: Callable[[Rollout], Rollout]) -> None:

@@ -56,7 +56,7 @@ def test_a_good_canary_goes_through_every_step_and_is_final() -> None:
     assert weights == [0, 100, 500, 2500, 5000, 10_000]
     assert driven.phase is RolloutPhase.COMPLETED
     assert driven.fleet.digests() == {NEW}
-    assert driven.whats() == ["STARTED", *["STEP"] * 4, "ALL_TRAFFIC", "FINAL", "COMPLETED"]
+    assert driven.whats() == ["STARTED", *["STEP"] * 4, "ALL_TRAFFIC", "FINAL", "CUT_OVER"]
     assert driven.routes[-1] is None
 
 
@@ -434,6 +434,7 @@ def test_blue_green_takes_all_traffic_once_every_replica_is_ready(strategy: Roll
         driven.tick()
         assert driven.phase is RolloutPhase.FINISHING, "its gate passes"
     driven.until(RolloutPhase.COMPLETED)
+    driven.tick(10)
     assert driven.fleet.digests() == {NEW}
 
 
@@ -527,6 +528,7 @@ def test_an_ab_test_keeps_its_weights_until_an_operator_chooses() -> None:
         promote(driven.rollout, Promotion(arm="d"), driven.now_s)
     driven.operate(lambda one: promote(one, Promotion(arm="c"), driven.now_s))
     driven.until(RolloutPhase.COMPLETED)
+    driven.tick(10)
     assert driven.fleet.digests() == {OTHER}
 
 

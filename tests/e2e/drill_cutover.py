@@ -1,0 +1,366 @@
+"""`make drill-cutover`: cutovers and reverts under load, with gateways and workers cut off from etcd.
+
+Three gateways and four workers with the null executor; a proxy is on every edge. Each turn rolls a version
+out to its final step and reverts it (``TURNS``). Meanwhile a gateway is cut off from etcd, after or before
+the rollout's route was written, and the workers receive the cutover late. Other turns delete the model files
+of all workers at once, kill an engine as the memory killer does, and revert to a version that has left
+memory. At the end routes that lead nowhere are written by hand.
+
+``old_after_ack``: requests that began after the time of the event CUT_OVER and were answered by the version
+before; ``failed``: requests that ended otherwise than with all tokens; ``revert_p95_s``: from the call of a
+revert until the last request began that the reverted version answered. The last line is ``RESULT {json}``.
+Exits 0 if these are 0, 0 and at most 60, and if the gateways reported the routes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from bench.overhead import quantile
+from fairway.cli.calls import credentials_of, publish_folder
+from fairway.cli.state import read_secret
+from fairway.client import AdminClient
+from fairway.v1 import controlplane_pb2 as cp
+from fairway.v1 import inference_pb2 as pb
+from fairway.v1 import inference_pb2_grpc
+from services.core.records import dump
+from services.core.rollouts.routes import ROUTES, ModelRoute, RouteArm
+from services.ports.store import Delete, Operation, Put
+from tests.chaos.faults import Fault, Kill, Lift, Net, inject
+from tests.chaos.fleet import Fleet, Shape, read_page
+from tests.support.faulty_versions import VersionFault, write_version
+from tests.support.stack import metadata
+
+NAME: Final = "drill"
+CLIENTS: Final = 4  # of each gateway
+TOKENS: Final = 8
+PAUSE_S: Final = 0.05  # between two requests of a client
+OLD_VIEW_S: Final = 17.0  # after it a gateway that is cut off takes the stable version only
+AFTER_S: Final = 6.0  # of traffic after a cutover
+SETTLED_S: Final = 3.0  # without an answer of the reverted version
+LONGEST_S: Final = 120.0
+MOST_REVERT_S: Final = 60.0
+REPORT_S: Final = 10.0
+LATE_S: Final = 2.5  # for which no worker receives the cutover; their leases last 5 s
+CUT, LATE = "gateway-2", "worker-*"
+SETTINGS: Final = {
+    "FAIRWAY_NULL_STEP_S": "0.02",
+    "FAIRWAY_QUEUE_TTL_S": "5",
+    "FAIRWAY_SHEDDING": "false",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A cutover and its revert. ``cut``: the gateway is cut off ``before`` the rollout, in its ``soak``, or
+    not. ``after``: what happens between cutover and revert."""
+
+    name: str
+    cut: str = ""
+    keep_warm_s: int = 600
+    after: str = ""
+
+
+TURNS: Final = (
+    Turn("plain"),
+    Turn("a gateway is cut off in the soak", cut="soak"),
+    Turn("a gateway is cut off before the rollout", cut="before"),
+    Turn("every worker loses its model files", after="storm"),
+    Turn("an engine is killed", after="kill"),
+    Turn("the version before has left memory", keep_warm_s=0, after="leave"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: when it began (wall clock), the version that it was accepted for last, and its failure."""
+
+    gateway: str
+    began_unix_s: float
+    version_digest: str
+    failure: str
+
+
+@dataclass(slots=True)
+class CutoverLoad:
+    """Clients of every gateway, each with a session of its own."""
+
+    answers: list[Answer] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self, gateways: dict[str, str], api_key: str) -> AsyncIterator[None]:
+        stopping = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for name, address in gateways.items():
+                group.create_task(self._clients(name, address, api_key, stopping))
+            try:
+                yield
+            finally:
+                stopping.set()
+
+    def since(self, unix_s: float) -> list[Answer]:
+        return [one for one in self.answers if one.began_unix_s >= unix_s]
+
+    async def _clients(self, gateway: str, address: str, api_key: str, stopping: asyncio.Event) -> None:
+        async with grpc.aio.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+            async def client(number: int) -> None:
+                while not stopping.is_set():
+                    session = f"{gateway}-{number}-{len(self.answers)}"
+                    self.answers.append(await _ask(stub, gateway, session, api_key))
+                    await asyncio.sleep(PAUSE_S)
+
+            await asyncio.gather(*map(client, range(CLIENTS)))
+
+
+async def _ask(
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub, gateway: str, session: str, api_key: str
+) -> Answer:
+    generation = pb.Generation(
+        model=NAME,
+        token_ids=pb.TokenIds(ids=range(1, 17)),
+        max_output_tokens=TOKENS,
+        ignore_eos=True,
+        session_key=session,
+    )
+    began_unix_s, digest, count, failure = time.time(), "", 0, ""
+    try:
+        request = pb.GenerateRequest(generation=generation)
+        async for event in stub.Generate(request, metadata=metadata(api_key), timeout=60):
+            if event.HasField("accepted"):
+                digest = event.accepted.version_digest
+            elif event.HasField("chunk"):
+                count += len(event.chunk.ids)
+    except grpc.aio.AioRpcError as error:
+        failure = f"{error.code().name}: {error.details()}"
+    if not failure and count != TOKENS:
+        failure = f"{count} of {TOKENS} tokens"
+    return Answer(gateway, began_unix_s, digest, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """``by_cut``: requests after the acknowledgement at the gateway that was cut off."""
+
+    name: str
+    old_after_ack: int
+    after_ack: int
+    by_cut: int
+    revert_s: float
+
+
+class CutoverDrill:
+    """What the operator does."""
+
+    def __init__(self, fleet: Fleet, admin: AdminClient, load: CutoverLoad) -> None:
+        self.fleet = fleet
+        self.admin = admin
+        self.load = load
+
+    async def turn(self, number: int, turn: Turn, folder: Path) -> TurnResult:
+        """Cut over to a new version and revert it."""
+        tag = f"v{number}"
+        await publish(self.admin, folder, number)
+        lifts = await self._injected([Net(CUT, "etcd", "hole")] if turn.cut == "before" else [])
+        rollout = await self.admin.rollouts.create(rollout_to(tag, turn))
+        old, new = rollout.stable_digest, rollout.arms[0].version_digest
+        await self._until(tag, lambda one: one.phase == cp.ROLLOUT_PHASE_SOAKING)
+        if turn.cut == "soak":
+            lifts += await self._injected([Net(CUT, "etcd", "hole")])
+        await asyncio.sleep(OLD_VIEW_S if turn.cut else 1.0)
+        late = await self._injected([Net(LATE, "etcd", "hole")] if turn.cut else [])
+        await self.admin.rollouts.promote(tag)
+        await asyncio.sleep(LATE_S if late else 0.0)
+        for lift in late:
+            await lift()
+        found = await self._until(tag, lambda one: bool(one.cutover_revision))
+        print(f"  {[(one.what, one.time.ToJsonString()[14:23]) for one in found.history[-2:]]}", flush=True)
+        ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
+        await asyncio.sleep(AFTER_S)
+        after = self.load.since(ack_unix_s)
+        for lift in lifts:
+            await lift()
+        await asyncio.sleep(SETTLED_S if turn.cut else 0.0)
+        await self._between(turn, old, new)
+        old_answers = [one for one in after if one.version_digest == old]
+        revert_s = await self._revert(tag, old, new)
+        by_cut = sum(one.gateway == CUT for one in after) if turn.cut else 0
+        return TurnResult(turn.name, len(old_answers), len(after), by_cut, revert_s)
+
+    async def _injected(self, faults: list[Fault]) -> list[Lift]:
+        found = []
+        for fault in faults:
+            what, lift = await inject(fault, self.fleet)
+            print(f"  {what}", flush=True)
+            found.append(lift)
+        return found
+
+    async def _between(self, turn: Turn, old: str, new: str) -> None:
+        match turn.after:
+            case "storm":
+                for worker in self.fleet.addresses.worker_names:
+                    for folder in (self.fleet.state.data(worker) / "models").iterdir():
+                        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+                await asyncio.sleep(AFTER_S)
+            case "kill":
+                await self._injected([Kill("engine:worker-1")])
+                await asyncio.sleep(AFTER_S)
+            case "leave":
+                await self._until_held({new})
+            case _:
+                pass
+
+    async def _revert(self, tag: str, old: str, new: str) -> float:
+        """Return the seconds until the last request began that the reverted version answered."""
+        began_unix_s = time.time()
+        await self.admin.rollouts.revert(tag, reason="the drill reverts it")
+        while True:
+            await asyncio.sleep(0.25)
+            answers = self.load.since(began_unix_s)
+            last_unix_s = max(
+                (one.began_unix_s for one in answers if one.version_digest == new), default=began_unix_s
+            )
+            if time.time() - last_unix_s > SETTLED_S and any(one.version_digest == old for one in answers):
+                break
+            if time.time() - began_unix_s > LONGEST_S:
+                return LONGEST_S
+        await self._until_held({old})
+        return last_unix_s - began_unix_s
+
+    async def _until_held(self, digests: set[str]) -> None:
+        """Return once no worker has another version of the deployment."""
+        ends_s = time.monotonic() + LONGEST_S
+        while time.monotonic() < ends_s:
+            replicas = (await self.admin.deployments.get(NAME)).status.replicas
+            if {one.version_digest for one in replicas} == digests:
+                return
+            await asyncio.sleep(0.25)
+        raise AssertionError(f"the workers do not have {digests} alone")
+
+    async def _until(self, name: str, holds: Callable[[cp.Rollout], bool]) -> cp.Rollout:
+        ends_s = time.monotonic() + LONGEST_S
+        while not holds(found := await self.admin.rollouts.get(name)):
+            if time.monotonic() > ends_s:
+                raise AssertionError(f"{name} is {cp.RolloutPhase.Name(found.phase)}: {found.message}")
+            await asyncio.sleep(0.1)
+        return found
+
+    async def misrouted(self) -> bool:
+        """Write routes that lead nowhere by hand; return whether every gateway reported each and the
+        deployment's version answered."""
+        nowhere = "sha256:" + "00" * 32
+        serving = (await self.admin.deployments.get(NAME)).version_digest
+        arms = (RouteArm("stable", serving, 0), RouteArm("canary", nowhere, 10_000))
+        key, reported, began_unix_s = ROUTES + NAME, [], time.time()
+        for value, series in (
+            (dump(ModelRoute(NAME, "by hand", arms)), 'route_faults{fault="no_worker"'),
+            (dump(ModelRoute(NAME, "by hand", arms[:1])), 'route_faults{fault="malformed"'),
+            (b"{", 'unreadable_records{prefix="/fairway/v1/routes/"} 1'),
+        ):
+            await self._commit(Put(key, value))
+            reported += [await self._reports(name, series) for name in self.fleet.gateways]
+            await self._commit(Delete(key))
+        answers = self.load.since(began_unix_s)
+        print(f"routes by hand: reported {reported}, {len(answers)} requests", flush=True)
+        return all(reported) and {one.version_digest for one in answers} == {serving}
+
+    async def _commit(self, operation: Operation) -> None:
+        await self.fleet.store.commit([operation])
+
+    async def _reports(self, gateway: str, series: str) -> bool:
+        """Return whether the gateway exports a series within ``REPORT_S``."""
+        url = f"http://{self.fleet.addresses.of(f'{gateway}_metrics')}/metrics"
+        ends_s = time.monotonic() + REPORT_S
+        while time.monotonic() < ends_s:
+            if series in await asyncio.to_thread(read_page, url):
+                return True
+            await asyncio.sleep(0.5)
+        return False
+
+
+async def publish(admin: AdminClient, folder: Path, number: int) -> None:
+    """Publish a version of its own under the tag vNUMBER."""
+    tag = f"v{number}"
+    written = write_version(folder / tag, VersionFault.GOOD, number)
+    await publish_folder(admin, written, NAME, tag, report=lambda _: None)
+
+
+def rollout_to(tag: str, turn: Turn) -> cp.Rollout:
+    """Return a rollout that moves all traffic once its replicas are READY, and is final when promoted."""
+    found = cp.Rollout(
+        metadata=cp.Metadata(name=tag),
+        deployment=NAME,
+        strategy=cp.ROLLOUT_STRATEGY_BLUE_GREEN,
+        arms=[cp.RolloutArm(name="canary", version=tag)],
+        gate=cp.RolloutGate(metrics=["cost"]),
+    )
+    found.gate.patience.FromSeconds(0)
+    found.soak.FromSeconds(600)
+    found.keep_warm.FromSeconds(turn.keep_warm_s)
+    return found
+
+
+async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], CutoverLoad, bool]:
+    shape, load = Shape(workers=4, gateways=3, schedulers=1, controlplanes=1, deploy=False), CutoverLoad()
+    async with Fleet.started(folder / "state", shape, settings=SETTINGS) as fleet:
+        admin = AdminClient(
+            fleet.addresses.of("controlplane"),
+            admin_key=fleet.admin_key,
+            registry=fleet.addresses.of("registry"),
+            credentials=credentials_of(fleet.addresses.certs),
+        )
+        async with admin:
+            await publish(admin, folder, 0)
+            deployment = cp.Deployment(
+                metadata=cp.Metadata(name=NAME), model=NAME, version="v0", replicas=4, executor="null"
+            )
+            await admin.deployments.create(deployment)
+            await admin.deployments.wait_ready(NAME)
+            drill, found = CutoverDrill(fleet, admin, load), list[TurnResult]()
+            async with load.running(fleet.gateways, read_secret(fleet.state, "api_key")):
+                await asyncio.sleep(2.0)
+                for number, turn in enumerate(turns, 1):
+                    print(f"{turn.name}:", flush=True)
+                    found.append(await drill.turn(number, turn, folder))
+                    print(f"  {found[-1]}", flush=True)
+                reported = await drill.misrouted()
+    return found, load, reported
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="drill_cutover")
+    parser.add_argument("--turns", default=",".join(map(str, range(len(TURNS)))), help="numbers, from 0")
+    turns = [TURNS[int(number)] for number in parser.parse_args().turns.split(",")]
+    with tempfile.TemporaryDirectory(prefix="fairway-cutover-") as folder:
+        found, load, reported = asyncio.run(run(Path(folder), turns))
+    failures = [f"{one.gateway}: {one.failure}" for one in load.answers if one.failure]
+    for failure in sorted(set(failures)):
+        print(f"  {failures.count(failure)}: {failure[:200]}", flush=True)
+    print(f"requests: {len(load.answers)}", flush=True)
+    result = {
+        "old_after_ack": sum(one.old_after_ack for one in found),
+        "failed": len(failures),
+        "revert_p95_s": round(quantile([one.revert_s for one in found], 0.95), 2),
+    }
+    seen = all(one.after_ack and (one.by_cut or not turn.cut) for one, turn in zip(found, turns, strict=True))
+    print("RESULT", json.dumps(result))
+    met = result["revert_p95_s"] <= MOST_REVERT_S and not result["old_after_ack"] and not failures
+    return 0 if met and reported and seen else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
