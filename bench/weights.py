@@ -359,7 +359,11 @@ async def by_torrent(bench: Bench, options: argparse.Namespace, seed: int) -> tu
 
 def torrent_python() -> str:
     """Return the interpreter of libtorrent's environment, which is made where it is missing."""
-    install(PEER, LIBTORRENT, lambda python, _: pip(python, ["install", LIBTORRENT]))
+
+    def fill(python: str, _: Path) -> None:
+        pip(python, ["install", LIBTORRENT])
+
+    install(PEER, LIBTORRENT, fill)
     return str(PEER / "bin" / "python")
 
 

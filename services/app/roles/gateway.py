@@ -428,9 +428,8 @@ def _gateway_ports(
     """
     settings, clock, supervisor = environment.settings, environment.clock, environment.supervisor
     streams = GrpcStreams(environment.internal_token, environment.certificates)
-    leases = GatewayLeases(
-        clock, AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
-    )
+    alone = AloneSettings(after_s=settings.fallback_after_s, max_age_s=settings.fallback_max_age_s)
+    leases = GatewayLeases(clock, alone)
     explanations = RowExplanations()
     placement = _open_placement(environment, streams, gateway_id, leases, explanations)
     workers = MuxedWorkers(
@@ -469,14 +468,17 @@ def _gateway_ports(
         pressure=placement.pressure,
         ttft_target_s=ObjectiveIndex(environment.informer(OBJECTIVES, Objective)).ttft_target_s,
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
-        outputs=OutputQuantiles(
-            OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
-        ),
+        outputs=_output_quantiles(settings),
         responses=_response_cache(environment, quotas, gateway_id),
         telemetry=telemetry,
         poisons=_poison_gate(environment, telemetry),
     )
     return ports, rows
+
+
+def _output_quantiles(settings: Settings) -> OutputQuantiles:
+    policy = OutputPolicy(settings.output_quantile, default_tokens=settings.predicted_output_tokens)
+    return OutputQuantiles(policy)
 
 
 def _telemetry(environment: Environment) -> GatewayTelemetry:
