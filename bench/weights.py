@@ -165,7 +165,7 @@ class Cache:
         self.process.stdin.write(b"go\n")
 
     async def stop(self) -> None:
-        """End its input, and return once it has said what it sent."""
+        """End its input, and return once it has reported what it sent."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         await self.ended.wait()
@@ -217,7 +217,7 @@ class Bench:
         return await self.run(*command, *(["--direct"] if direct else []))
 
     async def run(self, *command: str) -> Cache:
-        """Return a process that has said that it is ready."""
+        """Return a process that has reported that it is ready."""
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command,

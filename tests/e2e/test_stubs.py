@@ -88,8 +88,10 @@ async def test_complete_counts_and_models(stack: Stack) -> None:
         )
         assert counted.prompt_tokens == answer.finished.usage.prompt_tokens
         models = await stub.ListModels(pb.ListModelsRequest(), metadata=key, timeout=10)
-        assert [(model.name, model.ready_replicas) for model in models.models] == [(stack.model, 2)]
-        assert models.models[0].version_digest == answer.accepted.version_digest
+        replicas = {model.name: model.ready_replicas for model in models.models}
+        assert replicas == {stack.model: 2, "safety-demo": 0}
+        (served,) = (model for model in models.models if model.ready_replicas)
+        assert served.version_digest == answer.accepted.version_digest
 
 
 async def test_a_session_carries_32_generations(stack: Stack) -> None:

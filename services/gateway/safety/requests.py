@@ -55,7 +55,7 @@ class ModelUse:
 
 @dataclass(slots=True)
 class Asker:
-    """For whom models judge: verdicts run in its turn, and it is charged for them."""
+    """The tenant for which models judge: verdicts run in its turn, and it is charged for them."""
 
     request_id: str
     principal: Principal
@@ -203,7 +203,7 @@ class RequestSafety:
     async def judge(self, rule: ModelRule, text: str, scope: Scope) -> tuple[str, ...]:
         """Return the categories that a model finds in a text.
 
-        Without a verdict the rule decides: UNAVAILABLE, or nothing with a flag. A rule that holds asks again
+        Without a verdict the rule decides: UNAVAILABLE, or nothing with a flag. A rule that holds tries again
         until its pack's time is over.
         """
         pack, clock = self.pack, self._desk.clock

@@ -155,7 +155,7 @@ class _Verdict:
 
 @dataclass(slots=True)
 class _Layer:
-    """A model of the pack, and up to where it has judged a choice and was asked to."""
+    """A model of the pack, and up to where it has judged a choice and is to judge it."""
 
     rule: ClassifierRule | JudgeRule
     judged: Place

@@ -173,7 +173,7 @@ def _probabilities(ends: Sequence[RowEnd], signature: Signature) -> NDArray[np.f
 
 
 class Judges:
-    """Asks guard models by the run of every request."""
+    """Requests verdicts of guard models by the run of every request."""
 
     def __init__(
         self, catalog: ModelCatalog, validator: Validator, ports: Ports, limits: GatewayLimits

@@ -239,7 +239,7 @@ async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, fol
     node = await fleet.node("node")
     await node.files.readable(MODEL, digest)
 
-    async def unavailable(*_: object) -> ChunkOrders:
+    async def unavailable(*_: object, **__: object) -> ChunkOrders:
         raise StoreUnavailable("no store")
 
     fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign,assignment]
