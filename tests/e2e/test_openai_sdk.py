@@ -59,7 +59,7 @@ def test_seeds_stops_logprobs_and_models(heard: Any, stack: Stack) -> None:
     assert details["stopped"] == details["text"].split(details["stop"])[0]
     assert details["stop_reason"] == "stop"
     assert details["logprob_tokens"] > 0
-    assert details["models"] == [stack.model]
+    assert details["models"] == [stack.model, "safety-demo"]
     assert details["retrieved"] == stack.model
 
 
