@@ -287,6 +287,7 @@ class ChoiceRun(SequenceAttempts):
             node_group=request.tenant.node_group,
             kv_share=request.tenant.kv_share,
             probe=self._screen is not None and self._screen.probed,
+            unmerged=self._screen is not None and self._screen.judged,
         )
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()

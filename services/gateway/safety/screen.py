@@ -88,6 +88,11 @@ class OutputScreen:
         """Whether the worker is to send the scores of a probe."""
         return any(one.probed for one in (*self._choices, *self._shadows))
 
+    @property
+    def judged(self) -> bool:
+        """Whether models judge the output, whose verdicts are due at tokens."""
+        return any(one.judged for one in (*self._choices, *self._shadows))
+
     def allow(self, choice: int, tokens: int) -> None:
         """The client takes ``tokens`` more of the choice."""
         self._choices[choice].allow(tokens)
@@ -247,6 +252,10 @@ class ChoiceScreen:
     @property
     def probed(self) -> bool:
         return self._safety.pack.probe is not None and self._safety.terms.probed
+
+    @property
+    def judged(self) -> bool:
+        return bool(self._layers)
 
     def allow(self, tokens: int) -> None:
         if self._allowed is not None:

@@ -54,6 +54,7 @@ class WorkerSequence:
     dropped: bool = False  # cancelled; nothing more is sent
     pending_ids: list[int] = field(default_factory=list)  # tokens to send
     pending_text: str = ""  # final text to send
+    pending_ends: list[int] | None = None  # ends of the pending tokens' texts in it; None: they are merged
     pending_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per pending token, or none
     pending_scores: list[float] = field(default_factory=list)  # probe's scores of the last pending tokens
     # stage clock, flow control and accounting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.core.fixed_cost.rows import RowEnd
 from services.core.generation import NotAdmittedReason, SequenceEnd
@@ -141,9 +141,13 @@ class Outbox:
             if sequence.pending_scores:
                 _take_scores(frame, sequence, count)
             if sequence.pending_logprobs:
+                room -= count * LOGPROBS_WEIGHT
+            if sequence.pending_ends is not None and count > 1:
+                _take_each(frame, sequence, sequence.pending_ends)
+            if sequence.pending_logprobs:
                 frame.logprobs[len(frame.handles)] = sequence.pending_logprobs
                 sequence.pending_logprobs = []
-                room -= count * LOGPROBS_WEIGHT
+            count = len(pending)
             frame.handles.append(sequence.handle)
             frame.offsets.append(sequence.scored + sequence.tokens - sequence.prompt_tokens - count)
             frame.counts.append(count)
@@ -151,9 +155,28 @@ class Outbox:
             frame.texts.append(sequence.pending_text)
             pending.clear()
             sequence.pending_text = ""
+            if sequence.pending_ends is not None:
+                sequence.pending_ends.clear()
         self.dirty = longer
         if frame.probe_scores:
             _fill_scores(frame)
+
+
+def _take_each(frame: StepFrame, sequence: WorkerSequence, ends: Sequence[int]) -> None:
+    """Take all but the last pending token, each in an entry of its own."""
+    pending, text, start = sequence.pending_ids, sequence.pending_text, 0
+    offset = sequence.scored + sequence.tokens - sequence.prompt_tokens - len(pending)
+    for index, end in enumerate(ends[:-1]):
+        if sequence.pending_logprobs:
+            frame.logprobs[len(frame.handles)] = sequence.pending_logprobs[index : index + 1]
+        frame.handles.append(sequence.handle)
+        frame.offsets.append(offset + index)
+        frame.counts.append(1)
+        frame.ids.append(pending[index])
+        frame.texts.append(text[start:end])
+        start = end
+    del pending[:-1], sequence.pending_logprobs[:-1]
+    sequence.pending_text = text[start:]
 
 
 def _take_scores(frame: StepFrame, sequence: WorkerSequence, count: int) -> None:
@@ -182,3 +205,5 @@ def _take_first(frame: StepFrame, sequence: WorkerSequence) -> None:
     frame.ids += pending[:MAX_FRAME_LOGPROBS]
     frame.texts.append("")
     del pending[:MAX_FRAME_LOGPROBS], logprobs[:MAX_FRAME_LOGPROBS]
+    if sequence.pending_ends is not None:
+        del sequence.pending_ends[:MAX_FRAME_LOGPROBS]

@@ -163,6 +163,8 @@ def add_scores(event: wire.Stepped, live: Mapping[int, WorkerSequence], vocabula
         ids = sequence.spec.generation.prompt.ids[first : first + len(entries)]
         for token, entry in zip(ids, entries, strict=True):
             sequence.pending_ids.append(token)
+            if sequence.pending_ends is not None:
+                sequence.pending_ends.append(len(sequence.pending_text))
             sequence.pending_logprobs.append(with_texts(token, entry, text.feed(token), vocabulary))
         sequence.scored += len(entries)
         sequence.outbox.touch(sequence)
@@ -408,6 +410,8 @@ class SequenceTable:
                 if sequence.text.stop:
                     continue
             sequence.pending_ids.append(token)
+            if sequence.pending_ends is not None:
+                sequence.pending_ends.append(len(sequence.pending_text))
             sequence.tokens = tokens = sequence.tokens + 1
             if tokens >= sequence.notice_tokens:
                 self._notice(sequence)
@@ -526,6 +530,8 @@ class SequenceTable:
             prefill_left=spec.prefill_tokens,
             charged_output=len(spec.produced_ids),
         )
+        if spec.unmerged:
+            sequence.pending_ends = []
         begin_scores(sequence, self._vocabulary)
         sequence.watch()
         return sequence
@@ -550,6 +556,8 @@ class SequenceTable:
             return
         if text.stop:
             sequence.pending_ids.append(token)
+            if sequence.pending_ends is not None:
+                sequence.pending_ends.append(len(sequence.pending_text))
             sequence.tokens += 1
             sequence.outbox.touch(sequence)
             if sequence.number not in event.finished:

@@ -240,3 +240,15 @@ async def test_without_packs_a_request_obeys_none(gateway: Gateway, fleet: Any) 
     assert not accepted_message(answer.accepted).HasField("safety")
     assert gateway.placement.asked[0].safety == ""
     assert inference_pb2.Accepted().HasField("safety") is False
+
+
+@pytest.mark.parametrize("judged", [False, True])
+async def test_tokens_come_one_by_one_where_a_model_judges_them(
+    gateway: Gateway, packs: Any, fleet: Any, *, judged: bool
+) -> None:
+    rule = {"model": "small", "labels": {"threat": "bad"}, "scopes": ["output"]}
+    pack = {"categories": {"bad": {"action": "flag"}}, "classifiers": [rule] * judged, "fail": "open"}
+    (packs.of_version[NEXT] / POLICY_NAME).write_text(json.dumps(pack))
+    deploy(fleet, NEXT)
+    await gateway.ask()
+    assert gateway.workers.started[0].unmerged is judged
