@@ -242,7 +242,7 @@ async def test_a_registry_without_its_store_still_sends_chunks(fleet: Fleet, fol
     async def unavailable(*_: object, **__: object) -> ChunkOrders:
         raise StoreUnavailable("no store")
 
-    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign,assignment]
+    fleet.registry.service.tracker.exchange = unavailable  # type: ignore[method-assign]
     assert same(folder, await node.fetch(digest))
     assert fleet.copies(digest) == 1.0
 
