@@ -60,7 +60,7 @@ AIMS: Final = {
 }
 LIBTORRENT: Final = "libtorrent==2.1.1"
 PEER: Final = Path(".fairway", "bench", "libtorrent")
-CHANGED: Final = 0.01  # of the elements of a next version
+CHANGED: Final = 0.01  # share of a next version's elements that are others
 MODEL: Final = "weights"
 TOKEN: Final = "b" * 40
 MIB: Final = 2**20

@@ -47,7 +47,7 @@ from fairway.v1 import inference_pb2_grpc
 
 STREAMS: Final = 32
 KILL_AFTER_S: Final = 2.0
-SAMPLED_S: Final = 0.3  # between verdicts that are timed
+SAMPLED_S: Final = 0.3  # pause between verdicts that are timed
 TIMEOUT_S: Final = 180.0
 Outputs = dict[str, list["Output"]]
 
@@ -59,8 +59,8 @@ class Output:
     ttft_s: float = 0.0
     text: str = ""
     tokens: int = 0
-    later_tokens: int = 0  # those after the first message
-    gaps_s: list[float] = field(default_factory=list)  # between messages
+    later_tokens: int = 0  # tokens after the first message
+    gaps_s: list[float] = field(default_factory=list)  # times between messages
     resumes: int = 0
 
 

@@ -22,8 +22,8 @@ from fairway.v1 import inference_pb2 as pb
 
 BLOCKED: Final = 120
 REDACTED: Final = 80
-CLEAN_TOKENS: Final = 160  # of a clean output
-_MOST_TOKENS: Final = 500  # of a planted one, which ends before
+CLEAN_TOKENS: Final = 160  # length of a clean output
+_MOST_TOKENS: Final = 500  # bound of a planted output, which ends before it
 _PER_TEXT: Final = 3  # phrases of an output that is redacted and not ended
 _FILLER: Final = "[a-z ]{6,18}"
 _SYLLABLES: Final = ("bex", "ble", "dget", "dri", "fap", "gim", "hob", "kra", "lun", "mir", "nuc", "plu")

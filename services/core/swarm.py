@@ -93,7 +93,7 @@ class ChunkOrders:
 @dataclass(slots=True, eq=False)
 class _Node:
     peer: ChunkPeer
-    state: bytearray  # of each chunk
+    state: bytearray  # what each chunk is to it
     expires_s: float = 0.0
     has: int = 0
     offer: list[int] = field(default_factory=list)
@@ -341,9 +341,8 @@ class ChunkSwarm:
         """Return orders of what the node lacks and peers can send, the rarest first."""
         self._fill(node)
         offer, count, orders = node.offer, self._count, list[ChunkOrder]()
-        begin = int(
-            self._rng.random() * len(offer)
-        )  # of equally rare chunks, nodes begin with different ones
+        # Nodes begin with different ones of equally rare chunks.
+        begin = int(self._rng.random() * len(offer))
         offer = sorted(offer[begin:] + offer[:begin], key=count.__getitem__)
         left: list[int] = []
         tries = 2 * wanted + _TRIES

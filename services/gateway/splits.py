@@ -50,7 +50,7 @@ class Splits:
         self._max_age_s = max_age_s
         self._read: Mapping[str, Versioned[ModelRoute]] = {}  # the view that was checked last
         self._faulty = frozenset[str]()  # the keys of its routes that are no split
-        self._withdrawn: OrderedDict[str, Withdrawal] = OrderedDict()  # by version, as workers refuse it
+        self._withdrawn: OrderedDict[str, Withdrawal] = OrderedDict()  # what workers refuse, by version
 
     def of(self, model: str) -> Versioned[ModelRoute] | None:
         """Return the split of a model name with its revision, None without one or where it is none."""

@@ -6,15 +6,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from typing import Final
 
-import grpc
-
 from fairway.v1 import worker_pb2, worker_pb2_grpc
+from services.adapters.grpc.registry_client import CHUNK_TIMEOUT_S, data_of
 from services.core.swarm import ChunkPeer
 from services.rpc.channel import RoleChannel, auth_metadata
-from services.rpc.status import from_rpc_error
 from services.runtime.certificates import Certificates
 
-CHUNK_TIMEOUT_S: Final = 120.0
 _CHANNELS: Final = 64
 
 
@@ -26,7 +23,7 @@ class ChunkPeers:
         self._certificates = certificates
         self._channels: OrderedDict[ChunkPeer, RoleChannel] = OrderedDict()
 
-    async def read(
+    def read(
         self, peer: ChunkPeer, digest: str, index: int, base_digest: str = ""
     ) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a chunk of a version, or of its delta from the version ``base_digest``.
@@ -34,20 +31,14 @@ class ChunkPeers:
         Raises NotFound for a node that lacks it, Unavailable.
         """
         # A channel that is dropped ends with the last of its calls.
-        channel = self._channels.setdefault(peer, RoleChannel(peer.address, peer.role, self._certificates))
+        if peer not in self._channels:
+            self._channels[peer] = RoleChannel(peer.address, peer.role, self._certificates)
         self._channels.move_to_end(peer)
         while len(self._channels) > _CHANNELS:
             self._channels.popitem(last=False)
-        stub = worker_pb2_grpc.ChunkServiceStub(channel())
+        stub = worker_pb2_grpc.ChunkServiceStub(self._channels[peer]())
         request = worker_pb2.ReadChunkRequest(version_digest=digest, index=index, base_digest=base_digest)
-        call = stub.ReadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
-        try:
-            async for part in call:
-                yield part.data
-        except grpc.aio.AioRpcError as exc:
-            raise from_rpc_error(exc) from exc
-        finally:
-            call.cancel()
+        return data_of(lambda: stub.ReadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata))
 
     async def close(self) -> None:
         while self._channels:

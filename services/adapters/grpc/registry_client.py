@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -24,6 +24,18 @@ from services.rpc.status import from_rpc_error
 CALL_TIMEOUT_S: Final = 15.0
 CHUNK_TIMEOUT_S: Final = 120.0
 EXCHANGE_TIMEOUT_S: Final = 5.0
+
+
+async def data_of(begin: Callable[[], Any]) -> AsyncGenerator[bytes, None]:
+    """Yield the bytes of the parts that a call streams. Raises the error of its status."""
+    call = begin()
+    try:
+        async for part in call:
+            yield part.data
+    except grpc.aio.AioRpcError as exc:
+        raise from_rpc_error(exc) from exc
+    finally:
+        call.cancel()
 
 
 class RegistryClient:
@@ -72,22 +84,15 @@ class RegistryClient:
             raise from_rpc_error(exc) from exc
         return orders_from_proto(answer)
 
-    async def download(
-        self, digest: str, offset_bytes: int = 0, *, base: str = ""
-    ) -> AsyncGenerator[bytes, None]:
+    def download(self, digest: str, offset_bytes: int = 0, *, base: str = "") -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a chunk from an offset on, or of its delta from the chunk ``base``, unverified.
 
         Raises NotFound, Unavailable.
         """
         request = registry_pb2.DownloadChunkRequest(digest=digest, offset_bytes=offset_bytes, base=base)
-        call = self._stub().DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
-        try:
-            async for part in call:
-                yield part.data
-        except grpc.aio.AioRpcError as exc:
-            raise from_rpc_error(exc) from exc
-        finally:
-            call.cancel()
+        return data_of(
+            lambda: self._stub().DownloadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata)
+        )
 
     def _stub(self) -> registry_pb2_grpc.RegistryServiceAsyncStub:
         return registry_pb2_grpc.RegistryServiceStub(self._channel())

@@ -382,6 +382,9 @@ class ModelFiles:
     @asynccontextmanager
     async def _kept_chunks(self, files: Sequence[ManifestFile]) -> AsyncIterator[KeptChunks]:
         """Give what the versions that were used last have of these files, and keep them meanwhile."""
+        if not files:
+            yield KeptChunks()
+            return
         whole = [name for name in self._kept if len(name) == _HEX_DIGITS]
         names = sorted(whole, key=lambda name: -self._kept[name].use)[:_MOST_BASES]
         pinned = [self._kept[name] for name in names]

@@ -10,7 +10,7 @@ from services.adapters.model_files.folders import good_chunk
 from services.adapters.model_files.shared_chunks import ChunkBase
 from services.core.manifest import Manifest, ManifestFile, chunk_bases
 
-_LEAST_SHARE = 0.25  # of a version's bytes that a base has or has a base for
+_LEAST_SHARE = 0.25  # least share of a version's bytes that a base has, or has a chunk to change
 
 
 @dataclass(frozen=True, slots=True)

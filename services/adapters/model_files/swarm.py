@@ -40,13 +40,13 @@ STALL_S: Final = 5.0  # time without a byte after which a peer has stalled
 CHUNK_S: Final = 60.0  # longest time for a chunk
 PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
 PARALLEL: Final = 8  # chunks that are received at once
-_REGISTRY_STALL_S: Final = 30.0  # as long as a chunk may wait for its turn there
+_REGISTRY_STALL_S: Final = 30.0  # longest wait of a chunk for its turn there
 _LEAST_ORDERS: Final = 8
 _RETRY_S: Final = 0.5
 _UNTRACKED: Final = 2  # orders to a registry that does not track
 _ANNOUNCE_RETRY_S: Final = 5.0
 _LOOK_S: Final = 1.0
-_MOST_GAINED: Final = 4096  # of one report
+_MOST_GAINED: Final = 4096  # most chunks of one report
 
 
 class Swarm:
@@ -152,8 +152,8 @@ class _Fetch:
         self._open: dict[int, ChunkOrder] = {}  # queued or being carried out
         self._queue: asyncio.Queue[ChunkOrder] = asyncio.Queue()
         self._peers: tuple[ChunkPeer, ...] = ()
-        self._avoided: dict[str, float] = {}  # until when, by address
-        self._damaged = Counter[int]()  # by chunk, from the registry
+        self._avoided: dict[str, float] = {}  # time until which a peer is avoided, by address
+        self._damaged = Counter[int]()  # damaged receipts from the registry, by chunk
         self._is_tracked = True  # whether the registry answered last
         self._done = asyncio.Event()
         self._moved_s = self._clock.monotonic_s()

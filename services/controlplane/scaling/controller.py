@@ -127,12 +127,14 @@ class ScalingController:
             and not held.record.replicas
             and held.record.retry_unix_s <= now_unix_s
         }
+        if not asleep:
+            return False
         digests = {
             held.record.version_digest
             for held in view.values()
             if isinstance(held.record, Deployment) and held.record.meta.name in asleep
         }
-        loads = await self._observed() if digests else None
+        loads = await self._observed()
         return loads is not None and any(loads[digest].held for digest in digests & loads.keys())
 
     @property

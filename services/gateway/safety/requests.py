@@ -67,7 +67,7 @@ class Asker:
     traceparent: str = ""
     # The use of models that is not settled yet, by model and version.
     uses: dict[tuple[str, str], ModelUse] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=partial(count, 1))  # of uses and of generations
+    numbers: Iterator[int] = field(default_factory=partial(count, 1))  # numbers of uses and generations
 
     def route(self, catalog: ModelCatalog, model: str) -> Route:
         """Return the route of a model that judges for the tenant. Raises as ``require_servable``."""

@@ -165,7 +165,7 @@ class _Layer:
     rule: ClassifierRule | JudgeRule
     judged: Place
     asked: Place
-    verdicts: deque[_Verdict] = field(default_factory=deque)  # in the order of their places
+    verdicts: deque[_Verdict] = field(default_factory=deque)  # awaited ones in the order of their places
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class ArmFacts:
 class RolloutFacts:
     """What the fleet reports of a rollout."""
 
-    replicas: int  # those of the deployment
+    replicas: int  # replicas of the deployment
     arms: Mapping[str, ArmFacts]  # arms on the workers, by name
     unplaced: Mapping[str, str] = field(default_factory=dict)  # why an arm lacks a worker, by name
     measured: bool = True  # completeness of the present step's sums, which a new leader lacks at first
