@@ -403,7 +403,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=24)
     parser.add_argument("--size-mib", type=int, default=256)
-    parser.add_argument("--rate-mib", type=float, default=6.0, help="rate of the source, MiB/s")
+    parser.add_argument("--rate-mib", type=float, default=3.0, help="rate of the source, MiB/s")
     parser.add_argument("--kills", type=int, default=5, help="caches that are killed at 60 %%")
     parser.add_argument(
         "--direct-mib", type=int, default=32, help="size of the version that each fetches alone"

@@ -101,6 +101,7 @@ class ScalingController:
         self._telemetry = telemetry
         self._term = _Term(0)
         self._next_s = -math.inf
+        self._unobserved = ""  # message of the last failure to read loads, empty after a success
 
     async def run(self) -> None:
         """Decide every ``PERIOD_S`` while leading, until cancelled; survives a store outage.
@@ -234,10 +235,14 @@ class ScalingController:
 
     async def _observed(self) -> Mapping[str, PoolLoad] | None:
         try:
-            return await self._loads()
+            loads = await self._loads()
         except FairwayError as error:
-            log.info("scaling.unobserved", error=error.message)
+            if error.message != self._unobserved:
+                log.info("scaling.unobserved", error=error.message)
+            self._unobserved = error.message
             return None
+        self._unobserved = ""
+        return loads
 
     async def _write(
         self, decision: Scaled, held: Versioned[Any] | None, deployment_revision: int, epoch: int
