@@ -130,6 +130,7 @@ class Cache:
     """A process. ``ratio`` is the last progress that it reported."""
 
     process: asyncio.subprocess.Process
+    log: Path
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     has_part: asyncio.Event = field(default_factory=asyncio.Event)  # ``KILL_AT`` of the bytes
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -159,6 +160,14 @@ class Cache:
             elif found["event"] == "sent":
                 self.sent_bytes = found["bytes"]
         self.ended.set()
+        for waited in (self.ready, self.has_part, self.done):
+            waited.set()
+
+    async def finish(self) -> None:
+        """Return once it has the version. Raises RuntimeError with the end of its log if it ended before."""
+        await self.done.wait()
+        if not self.done_s:
+            raise RuntimeError(f"a cache ended: {self.log.read_text()[-2000:]}")
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -218,14 +227,10 @@ class Bench:
 
     async def run(self, *command: str) -> Cache:
         """Return a process that has reported that it is ready."""
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        cache = Cache(process)
+        pipe, log = asyncio.subprocess.PIPE, self.root / f"{len(self.caches)}.log"
+        with log.open("w") as written:
+            process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=written)
+        cache = Cache(process, log)
         self.caches.append(cache)
         self.reading.append(asyncio.create_task(cache.read()))
         async with asyncio.timeout(LIMIT_S):
@@ -281,7 +286,7 @@ async def restarted(bench: Bench, cache: Cache, name: str, digest: str, port: in
     await cache.end()
     again = await bench.start(name, digest, port)
     again.go()
-    await again.done.wait()
+    await again.finish()
     return again, cache.ratio + again.received_bytes / again.size_bytes
 
 
@@ -301,7 +306,7 @@ async def distribute(
         killed = await asyncio.gather(*kills)
         caches[: what.kills] = [again for again, _ in killed]
         for cache in caches:
-            await cache.done.wait()
+            await cache.finish()
     slowest_s = max(cache.done_s for cache in caches) - began_s
     copies = bench.registry.sent_bytes / what.size_bytes
     await bench.end()
@@ -324,7 +329,7 @@ async def by_delta(bench: Bench, options: argparse.Namespace, seed: int) -> tupl
         cache.go()
     async with asyncio.timeout(LIMIT_S):
         for cache in caches:
-            await cache.done.wait()
+            await cache.finish()
     slowest_s = max(cache.done_s for cache in caches) - began_s
     received = sum(cache.received_bytes for cache in caches[:half]) / half
     await bench.end()
@@ -349,7 +354,7 @@ async def by_torrent(bench: Bench, options: argparse.Namespace, seed: int) -> tu
         process.go()
     async with asyncio.timeout(LIMIT_S):
         for process in processes[1:]:
-            await process.done.wait()
+            await process.finish()
     slowest_s = max(process.done_s for process in processes[1:]) - began_s
     await processes[0].stop()
     copies = processes[0].sent_bytes / size_bytes
