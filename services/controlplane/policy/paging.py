@@ -49,7 +49,7 @@ def burn_alert(objective: Objective, status: SliStatus) -> PagedAlert | None:
         summary=summary,
         action="Run the command; a rollout that causes it is rolled back",
         command=command,
-        runbook_url="docs/operations/observability.md#burn-alerts",
+        runbook_url="docs/operations/observability.md#alerts",
     )
 
 
@@ -68,7 +68,7 @@ def spend_alert(budget: str, period: str, spent_ratio: float) -> PagedAlert | No
         summary=summary,
         action="Run the command; `fairway budgets update` raises the limit",
         command=f"fairway budgets show {budget}",
-        runbook_url="docs/operations/usage.md",
+        runbook_url="docs/operations/limits.md#prices-and-budgets",
     )
 
 
