@@ -27,7 +27,7 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Watched]:
     folder, receivers = tmp_path_factory.mktemp("watched"), (Receiver(), Receiver())
     with (
         receivers[0].open(),

@@ -272,7 +272,7 @@ SLIS: Final[Resource[cp.SliSummary]] = Resource(
         Column("poisoned", lambda found: str(found.poisoned), drop=6),
         Column("ttft ms 50/95/99", lambda found: _ms(found, "ttft_p50_s", "ttft_p95_s", "ttft_p99_s")),
         Column("itl ms 50/95", lambda found: _ms(found, "itl_p50_s", "itl_p95_s"), drop=3),
-        Column("total ms 50/95", lambda found: _ms(found, "total_p50_s", "total_p95_s"), drop=7),
+        Column("total ms 50/95", lambda found: _ms(found, "total_p50_s", "total_p95_s"), wide=True),
         Column("output", lambda found: str(found.output_tokens), drop=4),
         Column("device s", lambda found: f"{found.device_s:.1f}", drop=5),
         Column("complete", lambda found: _ratio(found.started - found.broken, found.started), wide=True),
