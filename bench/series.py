@@ -231,22 +231,22 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, float]
         yield f"{role}_series", len(found)
     worker = series["worker"]
     yield "worker_changing_ratio", sum(one.changes for one in worker) / len(worker)
-    found = ingest(
+    stored = ingest(
         Workers(worker, options.workers),
         options.workers,
         each_s=options.each_s,
         seconds=options.seconds,
         folder=folder,
     )
-    yield "ingested_samples", found["samples"]
-    yield "chunk_bytes_per_sample", found["chunk_bytes"] / found["samples"]
-    yield "index_bytes_per_series", found["index_bytes"] / found["series"]
-    yield "resident_bytes_per_series", found["resident_bytes"] / found["series"]
+    yield "ingested_samples", stored["samples"]
+    yield "chunk_bytes_per_sample", stored["chunk_bytes"] / stored["samples"]
+    yield "index_bytes_per_series", stored["index_bytes"] / stored["series"]
+    yield "resident_bytes_per_series", stored["resident_bytes"] / stored["series"]
     whole = sum(count * len(series.get(role, ())) for role, count in FLEET.items())
     yield "fleet_series", whole
     yield "fleet_samples_per_s", whole / SCRAPE_S
-    per_sample = found["chunk_bytes"] / found["samples"]
-    per_sample += found["index_bytes"] / found["series"] * SCRAPE_S / BLOCK_S
+    per_sample = stored["chunk_bytes"] / stored["samples"]
+    per_sample += stored["index_bytes"] / stored["series"] * SCRAPE_S / BLOCK_S
     yield "bytes_per_sample", per_sample
     yield "fleet_gb_per_day", whole / SCRAPE_S * 86_400 * per_sample / 1e9
 
