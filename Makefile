@@ -19,7 +19,7 @@ MINILM := 0.1.0
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test prometheus-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-series bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -84,7 +84,7 @@ verify: setup-dev e2e-env s3-env ## Everything that must hold before a change is
 
 checks: lint imports stubs-check types floor
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test vllm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test prometheus-test vllm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -195,6 +195,12 @@ triton-test: triton-env ## Run the CUDA kernels in Triton's interpreter, and com
 vllm-test: .venv-vllm/installed ## Run the contract of engines on vLLM, and its ranks; installs it in .venv-vllm (minutes, 3.5 GB)
 	FAIRWAY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/contract/engine tests/vllm -n 0 $(ARGS)
 
+prometheus-test: setup-dev ## Try rules, alerts and indicators with a real Prometheus and Alertmanager; SKIPPED without (3 minutes)
+	@if command -v prometheus >/dev/null && command -v promtool >/dev/null \
+		&& { command -v prometheus-alertmanager >/dev/null || command -v alertmanager >/dev/null; }; \
+	then $(BIN)/python -m pytest tests/prometheus -n 0 $(ARGS); \
+	else echo "SKIPPED: no prometheus, promtool or alertmanager on the PATH (Debian: prometheus prometheus-alertmanager)"; fi
+
 minilm-test: minilm-env ## Compare a published embedding model with its package's own code (a minute)
 	.venv-minilm/bin/python -m pytest tests/minilm -n 0 $(ARGS)
 
@@ -303,6 +309,9 @@ bench-idle: setup-dev ## Measure the processor time of an installation at rest (
 
 bench-weights: setup-dev ## Compare how a version reaches 24 caches from a thin source with libtorrent (12 minutes)
 	$(BIN)/python -m bench.weights $(ARGS)
+
+bench-series: setup-dev ## Measure what a fleet writes into Prometheus: series, samples per second, bytes (6 minutes)
+	$(BIN)/python -m bench.series $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BIN)/python -m bench.scheduler $(ARGS)

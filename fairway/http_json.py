@@ -1,4 +1,4 @@
-"""Small JSON answers of servers that an operator names, such as an OpenID provider.
+"""Small JSON answers of servers that an operator names, such as an OpenID provider or an Alertmanager.
 
 Blocking, for a thread or the command line. Nothing is sent in clear text except on loopback, no redirect is
 followed, and size and time of an answer are bounded.
@@ -18,6 +18,7 @@ from urllib.parse import urlencode, urlsplit
 MAX_BYTES: Final = 256 * 1024
 TIMEOUT_S: Final = 4.0
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class FetchFailed(Exception):
@@ -45,10 +46,30 @@ def request_json(url: str, form: Mapping[str, str] | None = None) -> tuple[int, 
     The answer has at most ``MAX_BYTES``, and each wait for a part of it lasts at most ``TIMEOUT_S``. Raises
     FetchFailed.
     """
-    data = None if form is None else urlencode(form).encode()
+    status, body = _answer(url, None if form is None else urlencode(form).encode())
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FetchFailed(f"{url}: {error}") from error
+    if not isinstance(found, dict):
+        raise FetchFailed(f"{url}: the answer is no JSON object")
+    return status, found
+
+
+def post_json(url: str, value: object) -> None:
+    """Return once a server has taken a value, bounded as ``request_json`` is.
+
+    Raises FetchFailed, also when it refuses the value.
+    """
+    status, body = _answer(url, json.dumps(value).encode(), {"content-type": "application/json"})
+    if status // 100 != 2:
+        raise FetchFailed(f"{url}: it answers {status}: {body[:200].decode('utf-8', 'replace')}")
+
+
+def _answer(url: str, data: bytes | None, headers: Mapping[str, str] = _NO_HEADERS) -> tuple[int, bytes]:
     deadline_s = time.monotonic() + TIMEOUT_S
     try:
-        request = urllib.request.Request(checked_url(url), data, {"accept": "application/json"})
+        request = urllib.request.Request(checked_url(url), data, {"accept": "application/json", **headers})
         try:
             answer = urllib.request.build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
@@ -59,9 +80,6 @@ def request_json(url: str, form: Mapping[str, str] | None = None) -> tuple[int, 
                 body += piece
                 if len(body) > MAX_BYTES or time.monotonic() > deadline_s:
                     raise FetchFailed(f"{url}: the answer has over {MAX_BYTES} bytes or takes too long")
-            found = json.loads(body)
-    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise FetchFailed(f"{url}: {error}") from error
-    if not isinstance(found, dict):
-        raise FetchFailed(f"{url}: the answer is no JSON object")
-    return int(answer.status or 0), found
+    return int(answer.status or 0), body

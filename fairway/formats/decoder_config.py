@@ -97,10 +97,21 @@ class ModelConfig:
 
         Layers with a sliding window attend to a constant number of positions.
         """
-        projections = self.hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
-        dense = self.layers * (projections + 3 * self.hidden_size * self.intermediate_size)
         attended = 2 * self.heads * self.head_dim * self.windows.count(None)
-        return max(1, dense // attended if attended else dense)
+        return max(1, self._layer_parameters // attended if attended else self._layer_parameters)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Two operations for each parameter of the layers and the output embedding, without attention's.
+
+        Source: Chowdhery et al., PaLM, 2022, appendix B, forward pass.
+        """
+        return 2 * (self._layer_parameters + self.hidden_size * self.vocab_size)
+
+    @property
+    def _layer_parameters(self) -> int:
+        projections = self.hidden_size * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (projections + 3 * self.hidden_size * self.intermediate_size)
 
 
 def parse_config(fields: Mapping[str, Any]) -> ModelConfig:

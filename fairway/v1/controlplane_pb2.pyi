@@ -244,6 +244,7 @@ class _SliEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Sli.ValueType], _
     SLI_COMPLETION: _Sli.ValueType  # 2
     SLI_TTFT: _Sli.ValueType  # 3
     SLI_ITL: _Sli.ValueType  # 4
+    SLI_TOTAL: _Sli.ValueType  # 5
 
 class Sli(_Sli, metaclass=_SliEnumTypeWrapper): ...
 
@@ -252,6 +253,7 @@ SLI_AVAILABILITY: Sli.ValueType  # 1
 SLI_COMPLETION: Sli.ValueType  # 2
 SLI_TTFT: Sli.ValueType  # 3
 SLI_ITL: Sli.ValueType  # 4
+SLI_TOTAL: Sli.ValueType  # 5
 Global___Sli: _TypeAlias = Sli  # noqa: Y015
 
 class _BurnAlert:
@@ -1972,6 +1974,7 @@ class Objective(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     SHAPES_SERVING_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The deployment. Model and class never change, and have one objective."""
     priority: _common_pb2.Priority.ValueType
@@ -2000,6 +2003,10 @@ class Objective(_message.Message):
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Set by the server when it is created or updated: what it does to requests."""
 
+    @_builtins.property
+    def total(self) -> Global___LatencyTarget:
+        """From the first byte of a request until its end, of those that finish. It is measured and never shapes serving."""
+
     def __init__(
         self,
         *,
@@ -2013,10 +2020,11 @@ class Objective(_message.Message):
         status: Global___ObjectiveStatus | None = ...,
         shapes_serving: _builtins.bool = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        total: Global___LatencyTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "metadata", b"metadata", "status", b"status", "ttft", b"ttft"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "metadata", b"metadata", "status", b"status", "total", b"total", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "shapes_serving", b"shapes_serving", "status", b"status", "ttft", b"ttft", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["availability", b"availability", "completion", b"completion", "itl", b"itl", "metadata", b"metadata", "model", b"model", "priority", b"priority", "shapes_serving", b"shapes_serving", "status", b"status", "total", b"total", "ttft", b"ttft", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2144,6 +2152,12 @@ class SliSummary(_message.Message):
     TTFT_P99_S_FIELD_NUMBER: _builtins.int
     ITL_P50_S_FIELD_NUMBER: _builtins.int
     ITL_P95_S_FIELD_NUMBER: _builtins.int
+    TOTAL_P50_S_FIELD_NUMBER: _builtins.int
+    TOTAL_P95_S_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_PER_1K_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The deployment."""
     version_digest: _builtins.str
@@ -2171,6 +2185,17 @@ class SliSummary(_message.Message):
     itl_p50_s: _builtins.float
     """Seconds between two tokens, within 2 %. Absent: there were none."""
     itl_p95_s: _builtins.float
+    total_p50_s: _builtins.float
+    """Seconds from the first byte until the end, within 2 %. Absent: no request finished."""
+    total_p95_s: _builtins.float
+    tokens: _builtins.int
+    """Prompt and output tokens of requests that ran, the prompt tokens among them, and those of these that were cached."""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    cost_per_1k_tokens: _builtins.float
+    """What a thousand of the tokens cost: their device time at the mean price of the workers that have the version now,
+    in the currency of FAIRWAY_COST_PER_HOUR. Absent: no worker states a price.
+    """
     def __init__(
         self,
         *,
@@ -2191,15 +2216,27 @@ class SliSummary(_message.Message):
         ttft_p99_s: _builtins.float | None = ...,
         itl_p50_s: _builtins.float | None = ...,
         itl_p95_s: _builtins.float | None = ...,
+        total_p50_s: _builtins.float | None = ...,
+        total_p95_s: _builtins.float | None = ...,
+        tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        cost_per_1k_tokens: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens", "_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_total_p50_s", b"_total_p50_s", "_total_p95_s", b"_total_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "cost_per_1k_tokens", b"cost_per_1k_tokens", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "total_p50_s", b"total_p50_s", "total_p95_s", b"total_p95_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "broken", b"broken", "device_s", b"device_s", "errors", b"errors", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "model", b"model", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "priority", b"priority", "requests", b"requests", "started", b"started", "tenant", b"tenant", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s", "version_digest", b"version_digest", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens", "_itl_p50_s", b"_itl_p50_s", "_itl_p95_s", b"_itl_p95_s", "_total_p50_s", b"_total_p50_s", "_total_p95_s", b"_total_p95_s", "_ttft_p50_s", b"_ttft_p50_s", "_ttft_p95_s", b"_ttft_p95_s", "_ttft_p99_s", b"_ttft_p99_s", "broken", b"broken", "cached_tokens", b"cached_tokens", "cost_per_1k_tokens", b"cost_per_1k_tokens", "device_s", b"device_s", "errors", b"errors", "itl_p50_s", b"itl_p50_s", "itl_p95_s", b"itl_p95_s", "model", b"model", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "started", b"started", "tenant", b"tenant", "tokens", b"tokens", "total_p50_s", b"total_p50_s", "total_p95_s", b"total_p95_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_p99_s", b"ttft_p99_s", "version_digest", b"version_digest", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cost_per_1k_tokens: _TypeAlias = _typing.Literal["cost_per_1k_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cost_per_1k_tokens: _TypeAlias = _typing.Literal["_cost_per_1k_tokens", b"_cost_per_1k_tokens"]  # noqa: Y015
     _WhichOneofReturnType__itl_p50_s: _TypeAlias = _typing.Literal["itl_p50_s"]  # noqa: Y015
     _WhichOneofArgType__itl_p50_s: _TypeAlias = _typing.Literal["_itl_p50_s", b"_itl_p50_s"]  # noqa: Y015
     _WhichOneofReturnType__itl_p95_s: _TypeAlias = _typing.Literal["itl_p95_s"]  # noqa: Y015
     _WhichOneofArgType__itl_p95_s: _TypeAlias = _typing.Literal["_itl_p95_s", b"_itl_p95_s"]  # noqa: Y015
+    _WhichOneofReturnType__total_p50_s: _TypeAlias = _typing.Literal["total_p50_s"]  # noqa: Y015
+    _WhichOneofArgType__total_p50_s: _TypeAlias = _typing.Literal["_total_p50_s", b"_total_p50_s"]  # noqa: Y015
+    _WhichOneofReturnType__total_p95_s: _TypeAlias = _typing.Literal["total_p95_s"]  # noqa: Y015
+    _WhichOneofArgType__total_p95_s: _TypeAlias = _typing.Literal["_total_p95_s", b"_total_p95_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_p50_s: _TypeAlias = _typing.Literal["ttft_p50_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_p50_s: _TypeAlias = _typing.Literal["_ttft_p50_s", b"_ttft_p50_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_p95_s: _TypeAlias = _typing.Literal["ttft_p95_s"]  # noqa: Y015
@@ -2207,9 +2244,15 @@ class SliSummary(_message.Message):
     _WhichOneofReturnType__ttft_p99_s: _TypeAlias = _typing.Literal["ttft_p99_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_p99_s: _TypeAlias = _typing.Literal["_ttft_p99_s", b"_ttft_p99_s"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cost_per_1k_tokens) -> _WhichOneofReturnType__cost_per_1k_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p50_s) -> _WhichOneofReturnType__itl_p50_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p95_s) -> _WhichOneofReturnType__itl_p95_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_p50_s) -> _WhichOneofReturnType__total_p50_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_p95_s) -> _WhichOneofReturnType__total_p95_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p50_s) -> _WhichOneofReturnType__ttft_p50_s | None: ...
     @_typing.overload

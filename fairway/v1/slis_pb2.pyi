@@ -100,6 +100,9 @@ class SliAmounts(_message.Message):
     SESSION_BITS_FIELD_NUMBER: _builtins.int
     INTERVENTIONS_FIELD_NUMBER: _builtins.int
     FLAGGED_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     errors: _builtins.int
     poisoned: _builtins.int
@@ -113,10 +116,16 @@ class SliAmounts(_message.Message):
     interventions: _builtins.int
     """Of a safety pack: requests that it blocked, stopped or redacted, or as a shadow would have."""
     flagged: _builtins.int
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
     @_builtins.property
     def ttft(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptSizeSketch]: ...
     @_builtins.property
     def itl(self) -> Global___LatencySketch: ...
+    @_builtins.property
+    def total(self) -> Global___LatencySketch:
+        """Seconds from the first byte until the end, of requests that finished."""
+
     def __init__(
         self,
         *,
@@ -134,10 +143,13 @@ class SliAmounts(_message.Message):
         session_bits: _builtins.int = ...,
         interventions: _builtins.int = ...,
         flagged: _builtins.int = ...,
+        total: Global___LatencySketch | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "device_s", b"device_s", "errors", b"errors", "finished", b"finished", "flagged", b"flagged", "interventions", b"interventions", "itl", b"itl", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "requests", b"requests", "session_bits", b"session_bits", "started", b"started", "tokens", b"tokens", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["broken", b"broken", "cached_tokens", b"cached_tokens", "device_s", b"device_s", "errors", b"errors", "finished", b"finished", "flagged", b"flagged", "interventions", b"interventions", "itl", b"itl", "output_tokens", b"output_tokens", "poisoned", b"poisoned", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "session_bits", b"session_bits", "started", b"started", "tokens", b"tokens", "total", b"total", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -261,6 +261,12 @@ class Environment:
                 Check("certificate", self._certificate_problem, withdraws=False),
             ]
         )
+        self.metrics.gauge(
+            "fairway_runtime_zone",
+            "1, with the zone of the process: rules join it to other metrics by job and instance",
+            lambda: [((settings.zone,), 1.0)],
+            ("zone",),
+        )
         self.exported.store(self.store)
         self.exported.storage(self.reserves)
         self.metrics.level(

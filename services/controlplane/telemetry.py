@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from services.controlplane.policy.paging import AlertBook, PagedAlert, burn_alert, spend_alert
 from services.core.records import BurnAlert, Objective, SliStatus
 from services.core.scaling import NodeOrder, OrderState
 from services.ports.clock import Clock
-from services.runtime.telemetry.metrics import LATENCY_S, LabelCap, Labels, Metrics, Reading
+from services.runtime.telemetry.metrics import LATENCY_S, OTHER, LabelCap, Labels, Metrics, Reading
 
 STALLED_S: Final = 30.0
 
@@ -130,10 +131,14 @@ class NodeTelemetry:
 
 
 class AlertTelemetry:
-    """Exports what the leader checked last. Nothing is exported while this process does not lead."""
+    """Exports what the leader checked last, as metrics and as the alerts that are sent.
+
+    Nothing is exported while this process does not lead.
+    """
 
     def __init__(self, metrics: Metrics | None = None, *, leads: Callable[[], bool] = lambda: True) -> None:
         metrics = metrics if metrics is not None else Metrics()
+        self.alerts = AlertBook()
         self._leads = leads
         self._burns: dict[Labels, float] = {}
         self._spent: dict[Labels, float] = {}
@@ -141,7 +146,7 @@ class AlertTelemetry:
             "fairway_objective_burn_level",
             "Burn alert of an objective's indicator: 0 none, 1 slow, 2 fast, 3 acute; only from the leader",
             lambda: self._read(self._burns),
-            ("objective", "sli"),
+            ("objective", "sli", "model"),
         )
         metrics.gauge(
             "fairway_budget_spent_ratio",
@@ -153,21 +158,29 @@ class AlertTelemetry:
     def burns(self, found: Iterable[tuple[Objective, Iterable[SliStatus]]]) -> None:
         """Replace the levels of all objectives."""
         levels: dict[Labels, float] = {}
+        alerts = list[PagedAlert | None]()
         names = LabelCap(MAX_NAMES)
         for objective, slis in found:
             name = names.of(objective.meta.name)
+            model = OTHER if name == OTHER else objective.model
             for one in slis:
-                _raise_to(levels, (name, one.sli.value), _LEVELS[one.alert])
+                _raise_to(levels, (name, one.sli.value, model), _LEVELS[one.alert])
+                alerts.append(burn_alert(objective, one))
         self._burns = levels
+        self.alerts.replace("objectives", filter(None, alerts))
 
     def spent(self, found: Iterable[tuple[str, str, int | None, int]]) -> None:
         """Replace the levels of all budgets: name, period, spent (None: unknown) and limit (0: none)."""
         ratios: dict[Labels, float] = {}
+        alerts = list[PagedAlert | None]()
         names = LabelCap(MAX_NAMES)
         for name, period, spent_micros, limit_micros in found:
             if limit_micros and spent_micros is not None:
-                _raise_to(ratios, (names.of(name), period), spent_micros / limit_micros)
+                ratio = spent_micros / limit_micros
+                _raise_to(ratios, (names.of(name), period), ratio)
+                alerts.append(spend_alert(name, period, ratio))
         self._spent = ratios
+        self.alerts.replace("budgets", filter(None, alerts))
 
     def _read(self, levels: dict[Labels, float]) -> Reading:
         return tuple(levels.items()) if self._leads() else ()

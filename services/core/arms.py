@@ -91,6 +91,9 @@ class SliSums:
     # Metered use of all requests, with those that failed: prompt and output tokens, device time.
     tokens: int = 0
     device_s: float = 0.0
+    # Prompt tokens of requests that ran, and those of them whose KV was cached.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     # Requests that a safety pack blocked, stopped or redacted, or as a shadow would have; and those flagged.
     interventions: int = 0
     flagged: int = 0
@@ -98,6 +101,8 @@ class SliSums:
     ttft: dict[int, Sketch] = field(default_factory=dict)
     # Seconds between tokens, weighted by token.
     itl: Sketch = field(default_factory=latency_sketch)
+    # Seconds from the first byte until the end, of requests that finished: rows and stored answers too.
+    total: Sketch = field(default_factory=latency_sketch)
     # A bitmap of hashed sessions (linear counting: Whang, Vander-Zanden, Taylor 1990).
     session_bits: int = 0
 
@@ -127,11 +132,14 @@ class SliSums:
         self.output_tokens += other.output_tokens
         self.tokens += other.tokens
         self.device_s += other.device_s
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
         self.interventions += other.interventions
         self.flagged += other.flagged
         for size, sketch in other.ttft.items():
             self.ttft_of(size).merge(sketch)
         self.itl.merge(other.itl)
+        self.total.merge(other.total)
         self.session_bits |= other.session_bits
 
 

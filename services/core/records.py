@@ -389,6 +389,8 @@ class Objective:
     completion: float = 0.0
     ttft: LatencyTarget = field(default_factory=LatencyTarget)
     itl: LatencyTarget = field(default_factory=LatencyTarget)
+    # From the first byte of a request until its end, of those that finish.
+    total: LatencyTarget = field(default_factory=LatencyTarget)
     # Its latencies replace the targets of the settings; otherwise it only observes.
     shapes_serving: bool = False
 
@@ -400,6 +402,7 @@ class Sli(StrEnum):
     COMPLETION = "completion"
     TTFT = "ttft"
     ITL = "itl"
+    TOTAL = "total"  # new ones stand last: stored bins have no names
 
 
 class BurnAlert(StrEnum):

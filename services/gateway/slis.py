@@ -116,6 +116,8 @@ class RequestEnd(Struct, frozen=True):
     reason: str
     usage: Usage
     latencies: RequestLatencies
+    # Seconds from the first byte until the end.
+    total_s: float = 0.0
 
     def counted(self) -> RequestCounts:
         poisoned = self.reason == POISONED
@@ -132,6 +134,9 @@ class RequestEnd(Struct, frozen=True):
             output_tokens=self.usage.output_tokens if finished and started else 0,
             tokens=self.usage.output_tokens + self.usage.prompt_tokens if started else 0,
             device_s=self.usage.device_s if started else 0.0,
+            prompt_tokens=self.usage.prompt_tokens if started else 0,
+            cached_tokens=self.usage.cached_tokens if started else 0,
+            total_s=self.total_s if finished else 0.0,
         )
 
 
@@ -167,7 +172,7 @@ class ScreenEnd(Struct, frozen=True):
 
 
 class RequestCounts(Struct, frozen=True, gc=False):
-    """What one request adds to the fields of ``SliSums`` with these names."""
+    """What one request adds to the fields of ``SliSums`` with these names, and its total latency."""
 
     requests: int
     errors: int
@@ -180,6 +185,9 @@ class RequestCounts(Struct, frozen=True, gc=False):
     device_s: float
     interventions: int = 0
     flagged: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    total_s: float = 0.0  # 0: it did not finish
 
     def add_to(self, sums: SliSums, subject: SliSubject, latencies: RequestLatencies) -> None:
         sums.requests += self.requests
@@ -193,6 +201,10 @@ class RequestCounts(Struct, frozen=True, gc=False):
         sums.device_s += self.device_s
         sums.interventions += self.interventions
         sums.flagged += self.flagged
+        sums.prompt_tokens += self.prompt_tokens
+        sums.cached_tokens += self.cached_tokens
+        if self.total_s:
+            sums.total.add(self.total_s)
         for ttft_s in latencies.ttft_s:
             sums.ttft_of(subject.prompt_size).add(ttft_s)
         if latencies.itl is not None:
@@ -232,6 +244,12 @@ class SliRecorder:
             by_arm,
             bounds=GAP_S,
         )
+        self._total = metrics.histogram(
+            "fairway_sli_total_seconds",
+            "From the first byte of a request until its terminal event is passed to the transport, of those "
+            "that finished",
+            by_arm,
+        )
         self._tokens = metrics.counter(
             "fairway_sli_tokens_total", "Prompt and output tokens of requests that ran", by_arm
         )
@@ -240,6 +258,11 @@ class SliRecorder:
         )
         self._device_s = metrics.counter(
             "fairway_sli_device_seconds_total", "Metered device time of requests that ran", by_arm
+        )
+        self._of_tenant = metrics.counter(
+            "fairway_sli_tenant_device_seconds_total",
+            "Metered device time of requests that ran, by tenant",
+            ("model", "tenant"),
         )
 
     def ended(self, subject: SliSubject, end: RequestEnd) -> None:
@@ -324,18 +347,24 @@ class SliRecorder:
         cells.tokens.value += counts.tokens
         cells.output.value += counts.output_tokens
         cells.device_s.value += counts.device_s
+        cells.tenant_device_s.value += counts.device_s
+        if counts.total_s:
+            cells.total.observe(counts.total_s)
 
     def _cells_of(self, key: SliKey) -> _Cells:
         version = self._versions.of(key.arm.version_digest[:_DIGEST_CHARS])
         arm = self._models.of(key.arm.model), version, key.priority.value
+        tenant = self._tenants.of(key.tenant)
         return _Cells(
             arm,
-            self._tenants.of(key.tenant),
+            tenant,
             self._ttft.cell(*arm),
             self._itl.cell(*arm),
             self._tokens.cell(*arm),
             self._output.cell(*arm),
             self._device_s.cell(*arm),
+            self._of_tenant.cell(arm[0], tenant),
+            self._total.cell(*arm),
         )
 
 
@@ -349,6 +378,8 @@ class _Cells(Struct, frozen=True):
     tokens: CounterCell
     output: CounterCell
     device_s: CounterCell
+    tenant_device_s: CounterCell
+    total: HistogramCell
 
 
 log = structlog.get_logger()

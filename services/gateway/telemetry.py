@@ -300,7 +300,8 @@ class RequestTelemetry:
     def _end(self, outcome: str, reason: str, clock: StageClock, resumes: int) -> None:
         self._owner.ended(self, outcome, reason, clock)
         if self._subject is not None:
-            self._owner.slis.ended(self._subject, RequestEnd(reason, self.usage, self.latencies))
+            end = RequestEnd(reason, self.usage, self.latencies, sum(_stages_us(clock)) / 1e6)
+            self._owner.slis.ended(self._subject, end)
             self._note(self._subject.key, reason, clock)
         if self._trace is not None:
             self._trace.close(

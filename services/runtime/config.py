@@ -14,6 +14,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from fairway.http_json import checked_url
+
 PREFIX = "FAIRWAY_"
 MIN_SECRET_CHARS = 32
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$")]
@@ -157,6 +159,8 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Most log lines about single requests per second; 0: none.
     request_log_per_s: float = Field(default=200.0, ge=0, le=1_000_000)
+    # Base URLs of Alertmanagers that receive the control plane's alerts; http:// is for loopback alone.
+    alertmanagers: tuple[str, ...] = Field(default=(), max_length=8)
     # OTLP collector (gRPC) for traces; empty: no traces.
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://)?[^\s:/]+:\d{1,5}$|^$")
     # Share of requests that is traced.
@@ -180,6 +184,8 @@ class Settings(BaseModel):
     device_type: str = Field(default="", pattern=r"^([a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?)?$")
     # Price of the worker in any one currency; 0: unknown.
     cost_per_hour: float = Field(default=0.0, ge=0, le=1_000_000)
+    # Dense floating-point operations per second of one device at the engines' type; 0: the published peak.
+    device_peak_flops: float = Field(default=0.0, ge=0, le=1e18)
     # Memory for all engines of the worker.
     memory_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
     # KV memory per engine.
@@ -293,10 +299,17 @@ class Settings(BaseModel):
     # Most bytes of such answers per tenant.
     response_cache_tenant_bytes: int = Field(default=16 * 1024**2, ge=1024**2)
 
-    @field_validator("etcd_endpoints", "cors_origins", "followers", "key_labels", mode="before")
+    @field_validator(
+        "etcd_endpoints", "cors_origins", "followers", "key_labels", "alertmanagers", mode="before"
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("alertmanagers")
+    @classmethod
+    def _reachable_alertmanagers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(checked_url, value))
 
     @field_validator("labels", "model_aliases", mode="before")
     @classmethod

@@ -23,6 +23,8 @@ from services.core.generation import OutputLimits, Prompt, Sampling
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 LENGTH_PREFIX: Final = struct.Struct(">I")
 
+OUT_OF_MEMORY: Final = "out_of_memory"  # the reason of a failed load
+
 FinishReason = Literal["stop", "length", "preempted", "error", "not_finite", "constraint"]
 
 
@@ -250,6 +252,8 @@ class Ready(EngineMessage, frozen=True):
     # Facts of a fixed-cost model; the working memory of its batch counts as one KV block.
     rows: RowModel | None = None
     capabilities: frozenset[Capability] = frozenset()  # what this engine promises with this model
+    # Floating-point operations of the model for one token, without attention's; 0: unknown.
+    flops_per_token: int = 0
 
 
 class LoadFailed(EngineMessage, frozen=True):

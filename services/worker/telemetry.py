@@ -104,6 +104,18 @@ class WorkerTelemetry:
             "Engine processes that exited, or were killed for hanging",
             _BY_MODEL,
         )
+        self._lacked_memory = metrics.counter(
+            "fairway_worker_out_of_memory_total",
+            "Engine processes that ended for want of memory while they loaded or served: an allocation "
+            "failed, or the kernel killed it",
+            ("model", "while"),
+        )
+        self.flops = metrics.counter(
+            "fairway_worker_model_flops_total",
+            "Floating-point operations of the model for the computed tokens, without attention's; absent for "
+            "models whose number is unknown",
+            _BY_MODEL,
+        )
         self._damaged = metrics.counter(
             "fairway_worker_damaged_model_folders_total", "Cached model versions found damaged"
         )
@@ -121,17 +133,26 @@ class WorkerTelemetry:
             bounds=_LOAD_S,
         )
 
-    def version(self, model: str) -> VersionTelemetry:
-        """Return the instruments of one engine."""
+    def version(self, model: str, flops_per_token: int = 0) -> VersionTelemetry:
+        """Return the instruments of one engine. ``flops_per_token`` 0: unknown."""
+        self.expect(model)
+        return VersionTelemetry(self, model, self.metrics.models.of(model), flops_per_token)
+
+    def expect(self, model: str) -> None:
+        """Export the model's failures from 0 on: a series that begins above 0 shows no increase."""
         label = self.metrics.models.of(model)
-        # Created at the start: Prometheus sees no increase in a series that begins above 0.
         self._restarts.cell(label)
+        for during in ("load", "serve"):
+            self._lacked_memory.cell(label, during)
         self._damaged.cell()
-        return VersionTelemetry(self, model, label)
 
     def restarted(self, model: str) -> None:
         """Count an engine process that ended without a request to stop."""
         self._restarts.add(self.metrics.models.of(model))
+
+    def lacked_memory(self, model: str, during: str) -> None:
+        """Count an engine process that ended for want of memory."""
+        self._lacked_memory.add(self.metrics.models.of(model), during)
 
     def found_damaged(self) -> None:
         """Count a version whose local files differ from what was published."""
@@ -223,6 +244,8 @@ class VersionTelemetry:
         "_attended",
         "_batch",
         "_decode_s",
+        "_flops",
+        "_flops_per_token",
         "_label",
         "_model",
         "_output",
@@ -238,8 +261,10 @@ class VersionTelemetry:
         "_unattributed_s",
     )
 
-    def __init__(self, owner: WorkerTelemetry, model: str, label: str) -> None:
+    def __init__(self, owner: WorkerTelemetry, model: str, label: str, flops_per_token: int) -> None:
         self._owner = owner
+        self._flops_per_token = flops_per_token
+        self._flops = owner.flops.cell(label) if flops_per_token else None
         self._model = model
         self._label = label
         self._step_s = owner.step_s.cell(label)
@@ -270,6 +295,8 @@ class VersionTelemetry:
             self._decode_s.value += max(0.0, event.step_s - event.prefill_s)
         else:
             self._unattributed_s.value += event.step_s
+        if self._flops is not None:
+            self._flops.value += self._flops_per_token * (count + event.prefill_tokens)
         if event.prefill_tokens:
             self._prefill.value += event.prefill_tokens
             self._prefill_s.value += event.prefill_s

@@ -102,6 +102,15 @@ def test_every_alert_says_what_to_do() -> None:
             assert rule["annotations"]["action"]
 
 
+def test_every_alert_names_a_page_and_a_section_that_exist() -> None:
+    for rule in _rules():
+        if "alert" in rule:
+            path, _, section = rule["annotations"]["runbook_url"].partition("#")
+            heads = re.findall(r"^#+ (.+)$", (ROOT / path).read_text("utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+            assert not section or section in anchors, f"{rule['alert']}: {path}#{section}"
+
+
 @pytest.mark.parametrize("path", [*RULES, *DASHBOARDS], ids=lambda path: path.name)
 def test_brackets_of_expressions_close(path: Path) -> None:
     expressions = (

@@ -477,7 +477,8 @@ _PROMISED: Final = OptionGroup(
         "completion": _share("--completion", "Begun streams that we do not break. 0: none."),
         "ttft": _time("--ttft", "Time to first token. 0s: none."),
         "itl": _time("--itl", "Time between tokens. 0s: none."),
-        "quantile": _share("--quantile", "Of both latencies; 0.95 by default."),
+        "total": _time("--total", "Time from the first byte to the end. 0s: none."),
+        "quantile": _share("--quantile", "Of the latencies; 0.95 by default."),
         "shapes_serving": Annotated[
             bool | None,
             typer.Option(
@@ -494,10 +495,11 @@ def _set_promised(objective: cp.Objective, promised: Mapping[str, Any]) -> None:
     """Set the promises that were given; the others stay."""
     for name, value in promised.items():
         match name:
-            case "ttft" | "itl":
+            case "ttft" | "itl" | "total":
                 getattr(objective, name).seconds = value
             case "quantile":
-                objective.ttft.quantile = objective.itl.quantile = value
+                for target in (objective.ttft, objective.itl, objective.total):
+                    target.quantile = value
             case _:
                 setattr(objective, name, value)
 
@@ -515,7 +517,7 @@ def _promises(found: cp.Objective) -> str:
         parts.append(f"available {found.availability:.5g}")
     if found.completion:
         parts.append(f"complete {found.completion:.5g}")
-    for name, target in (("ttft", found.ttft), ("itl", found.itl)):
+    for name, target in (("ttft", found.ttft), ("itl", found.itl), ("total", found.total)):
         if target.seconds:
             parts.append(f"{name} p{100 * target.quantile:g} {target.seconds:g}s")
     if found.shapes_serving:
@@ -590,6 +592,7 @@ async def create_objective(
         priority=priority_class.proto,
         ttft=cp.LatencyTarget(),
         itl=cp.LatencyTarget(),
+        total=cp.LatencyTarget(),
     )
     _set_promised(wanted, promised)
     made = connection.admin.objectives.create(wanted)

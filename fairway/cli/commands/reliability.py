@@ -244,6 +244,18 @@ def _ms(found: cp.SliSummary, *fields: str) -> str:
     return "/".join(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in values)
 
 
+def _ratio(part: int, whole: int) -> str:
+    return f"{part / whole:.3%}" if whole else "-"
+
+
+def _tokens_per_s(found: cp.SliSummary) -> str:
+    return f"{found.tokens / found.device_s:.0f}" if found.device_s else "-"
+
+
+def _cost(found: cp.SliSummary) -> str:
+    return f"{found.cost_per_1k_tokens:.3g}" if found.HasField("cost_per_1k_tokens") else "-"
+
+
 SLIS: Final[Resource[cp.SliSummary]] = Resource(
     "sli",
     "slis",
@@ -260,8 +272,13 @@ SLIS: Final[Resource[cp.SliSummary]] = Resource(
         Column("poisoned", lambda found: str(found.poisoned), drop=6),
         Column("ttft ms 50/95/99", lambda found: _ms(found, "ttft_p50_s", "ttft_p95_s", "ttft_p99_s")),
         Column("itl ms 50/95", lambda found: _ms(found, "itl_p50_s", "itl_p95_s"), drop=3),
+        Column("total ms 50/95", lambda found: _ms(found, "total_p50_s", "total_p95_s"), wide=True),
         Column("output", lambda found: str(found.output_tokens), drop=4),
         Column("device s", lambda found: f"{found.device_s:.1f}", drop=5),
+        Column("complete", lambda found: _ratio(found.started - found.broken, found.started), wide=True),
+        Column("kv hits", lambda found: _ratio(found.cached_tokens, found.prompt_tokens), wide=True),
+        Column("tokens/device s", _tokens_per_s, wide=True),
+        Column("cost/1k tokens", _cost, wide=True),
     ),
 )
 _Model = Annotated[

@@ -15,6 +15,7 @@ from fairway.v1 import (
     usage_pb2,
     usage_pb2_grpc,
 )
+from services.adapters.alertmanager import Alertmanager
 from services.adapters.grpc.leader_calls import GrpcQueues, GrpcScaling
 from services.adapters.node_command import CommandNodes
 from services.adapters.redis.limiter import RedisLimiter
@@ -23,6 +24,7 @@ from services.app.process import Role
 from services.app.roles.ledger import open_ledger, open_tile_store
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
+from services.controlplane.alert_sender import AlertSender, alert_posts
 from services.controlplane.audit_log import AuditSequencer
 from services.controlplane.audit_reads import AuditReader
 from services.controlplane.event_log import EventRecorder
@@ -71,7 +73,7 @@ def controlplane(environment: Environment) -> Role:
     fleet: Informer[FleetRecord | None] = Informer(store, ROOT, decode_fleet, clock, rng=environment.rng)
     environment.exported.informer(fleet)
     rounds = ReconcilerTelemetry(clock, environment.metrics, leads=lambda: election.epoch is not None)
-    levels = AlertTelemetry(environment.metrics, leads=lambda: election.epoch is not None)
+    levels, senders = _open_alerts(environment, election)
     recorder = EventRecorder(store, clock)
     keys = environment.identity()
     limiter = open_redis(environment)
@@ -80,7 +82,7 @@ def controlplane(environment: Environment) -> Role:
     alerts = SpendAlerts(store, service.budgets, election, clock, events=recorder, telemetry=levels)
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
-    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
+    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels, fleet)
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
@@ -122,7 +124,7 @@ def controlplane(environment: Environment) -> Role:
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
-    return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+    return Role(server, start=start, checks=(*_checks(rounds, ledger, sequencer), *senders))
 
 
 def _services(
@@ -151,6 +153,22 @@ def _services(
             scaler,
         ),
     )
+
+
+def _open_alerts(environment: Environment, election: Election) -> tuple[AlertTelemetry, list[Check]]:
+    """Return what exports alerts, and a check for each Alertmanager that they are sent to from now on."""
+
+    def leads() -> bool:
+        return election.epoch is not None
+
+    levels = AlertTelemetry(environment.metrics, leads=leads)
+    posts, checks = alert_posts(environment.metrics), list[Check]()
+    for number, url in enumerate(environment.settings.alertmanagers):
+        post = Alertmanager(url).post
+        sender = AlertSender(levels.alerts, post, environment.clock, leads=leads, posts=posts)
+        environment.supervisor.spawn(f"alerts to {url}", sender.run())
+        checks.append(Check(f"alertmanager_{number}", sender.problem, withdraws=False))
+    return levels, checks
 
 
 def _open_audit(

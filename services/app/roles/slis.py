@@ -7,14 +7,16 @@ from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
 from services.controlplane.event_log import EventRecorder
+from services.controlplane.fleet import FleetRecord
 from services.controlplane.objectives.alerts import ObjectiveAlerts
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.telemetry import AlertTelemetry
-from services.core.records import OBJECTIVES, Objective
+from services.core.records import OBJECTIVES, Objective, Worker
 from services.gateway.slis import SliRecorder, SliReporter
 from services.runtime.fleet_state.indexes import ObjectiveIndex
+from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
 
 
@@ -24,6 +26,7 @@ def open_objectives(
     objectives: Objectives,
     recorder: EventRecorder,
     telemetry: AlertTelemetry,
+    fleet: Informer[FleetRecord | None],
 ) -> tuple[SliStore, SliListing, ObjectiveAlerts]:
     """Return the store of what gateways measure, the queries of it, and the alerts of the objectives."""
     clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
@@ -37,7 +40,11 @@ def open_objectives(
         events=recorder,
         telemetry=telemetry,
     )
-    return slis, SliListing(slis, _leader(environment)), alerts
+
+    def workers() -> list[Worker]:
+        return [held.record for held in fleet.view.values() if isinstance(held.record, Worker)]
+
+    return slis, SliListing(slis, _leader(environment), workers=workers), alerts
 
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:

@@ -26,6 +26,7 @@ from services.runtime.process.health import Check
 from services.runtime.process.machine import default_engine_threads, device_type
 from services.runtime.version_trust import VersionTrust
 from services.worker.agent.agent import WorkerAgent
+from services.worker.agent.device_telemetry import export_devices, peak_flops
 from services.worker.agent.report import WorkerIdentity
 from services.worker.servicer import WorkerServicer
 from services.worker.slots.engine_process import ENGINE_MODULE, process_launcher
@@ -202,6 +203,9 @@ def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles, dev
     environment.exported.informer(assignments)
     environment.exported.lease("worker", lease)
     export_levels(environment.metrics, agent.levels)
+    identity, settings = worker_identity(environment.settings), environment.settings
+    peak = peak_flops(identity, settings.engine_dtype, settings.device_peak_flops)
+    export_devices(environment.metrics, identity, peak)
     environment.metrics.level(
         "fairway_worker_model_cache_bytes",
         "Model files on the local disk, unfinished downloads included",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import grpc
@@ -10,17 +11,18 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2, slis_pb2_grpc
 from services.controlplane.objectives.policy.book import SERIES_S
 from services.controlplane.objectives.store import SliStore
-from services.core.arms import SliKey, SliSums
+from services.core.arms import ArmKey, SliKey, SliSums
 from services.core.errors import FairwayError, NoLeader
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import merged
 from services.core.paging import page_of
-from services.core.records import Objective
+from services.core.records import Objective, Worker
 from services.rpc.convert.inference import PRIORITIES, seconds_of
 from services.rpc.convert.slis import finished_to_proto, report_from_proto
 from services.runtime.ids import request_id_of
 
 _LIMIT: Final = 100
+_HOUR_S: Final = 3600.0
 
 
 class LeadingSlis(Protocol):
@@ -34,9 +36,12 @@ class LeadingSlis(Protocol):
 class SliListing:
     """Answers from the store of indicators while this control plane leads, else forwards to the leader."""
 
-    def __init__(self, store: SliStore, leader: LeadingSlis) -> None:
+    def __init__(
+        self, store: SliStore, leader: LeadingSlis, *, workers: Callable[[], Iterable[Worker]] = tuple
+    ) -> None:
         self._store = store
         self._leader = leader
+        self._workers = workers
 
     async def page(self, request: pb.ListSlisRequest, *, forwarded: bool) -> pb.ListSlisResponse:
         """Return a page of series. ``forwarded``: another control plane took this one for the leader.
@@ -48,7 +53,8 @@ class SliListing:
         window_s = seconds_of(request.window) or SERIES_S
         wanted = sorted((one for one in self._store.series(window_s) if _takes(request, one)), key=_name)
         page, token = page_of(wanted, _name, size=request.page_size, token=request.page_token)
-        slis = [_summary(one, self._store.sums_of(one, window_s)) for one in page]
+        prices = _prices(self._workers()) if page else {}
+        slis = [_summary(one, self._store.sums_of(one, window_s), prices) for one in page]
         return pb.ListSlisResponse(slis=slis, next_page_token=token)
 
     async def finished(
@@ -89,8 +95,19 @@ def _name(series: SliKey) -> str:
     return "\0".join((arm.model, arm.version_digest, series.tenant, series.priority, series.zone))
 
 
-def _summary(series: SliKey, sums: SliSums) -> pb.SliSummary:
+def _prices(workers: Iterable[Worker]) -> dict[ArmKey, float]:
+    """Return the mean hourly price of the workers that have each version, of those that state one."""
+    found: dict[ArmKey, list[float]] = {}
+    for worker in workers:
+        for one in worker.versions if worker.cost_per_hour else ():
+            found.setdefault(ArmKey(one.deployment, one.version_digest), []).append(worker.cost_per_hour)
+    return {arm: sum(prices) / len(prices) for arm, prices in found.items()}
+
+
+def _summary(series: SliKey, sums: SliSums, prices: Mapping[ArmKey, float]) -> pb.SliSummary:
     ttft = merged(sums.ttft.values())
+    price = prices.get(series.arm)
+    cost = 1000.0 * sums.device_s * price / _HOUR_S if price is not None and sums.tokens else None
     return pb.SliSummary(
         model=series.arm.model,
         version_digest=series.arm.version_digest,
@@ -109,6 +126,12 @@ def _summary(series: SliKey, sums: SliSums) -> pb.SliSummary:
         ttft_p99_s=ttft.quantile(0.99),
         itl_p50_s=sums.itl.quantile(0.5),
         itl_p95_s=sums.itl.quantile(0.95),
+        total_p50_s=sums.total.quantile(0.5),
+        total_p95_s=sums.total.quantile(0.95),
+        tokens=sums.tokens,
+        prompt_tokens=sums.prompt_tokens,
+        cached_tokens=sums.cached_tokens,
+        cost_per_1k_tokens=None if cost is None else cost / sums.tokens,
     )
 
 

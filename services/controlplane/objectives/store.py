@@ -130,7 +130,7 @@ def _ring_from(bins: Iterable[pb.SliSnapshot.Bin]) -> dict[int, dict[Sli, EventC
         one.number: {
             sli: EventCounts(one.counts[2 * at], one.counts[2 * at + 1])
             for at, sli in enumerate(_SLIS)
-            if one.counts[2 * at]
+            if any(one.counts[2 * at : 2 * at + 1])  # an earlier version stored fewer indicators
         }
         for one in bins
     }

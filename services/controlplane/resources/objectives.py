@@ -120,9 +120,10 @@ def _require_a_promise(objective: Objective) -> None:
         objective.completion,
         objective.ttft.seconds,
         objective.itl.seconds,
+        objective.total.seconds,
     )
     if not any(promises):
         raise InvalidInput(
-            "an objective promises availability, completion, a TTFT or an ITL",
+            "an objective promises availability, completion, a TTFT, an ITL or a total latency",
             field="objective.availability",
         )

@@ -155,7 +155,7 @@ def _target(name: str) -> Pair:
 OBJECTIVE: Final = Mirror(
     Objective,
     pb.Objective,
-    {"meta": META, "priority": PRIORITY, "ttft": _target("ttft"), "itl": _target("itl")},
+    {"meta": META, "priority": PRIORITY, **{name: _target(name) for name in ("ttft", "itl", "total")}},
 )
 _CAPABILITIES: Final = numbers_of(Capability, pb.Capability)
 _CAPABILITY_OF: Final = {number: one for one, number in _CAPABILITIES.items()}

@@ -54,6 +54,7 @@ _SUMS: Final = Mirror(
             lambda sizes: {one.size: _sketch_from(one.sketch) for one in sizes},
         ),
         "itl": Pair("itl", lambda itl: _sketch_to(itl) if itl.count else None, _sketch_from),
+        "total": Pair("total", lambda total: _sketch_to(total) if total.count else None, _sketch_from),
     },
 )
 _SERIES: Final = Mirror(SliKey, pb.SliSeries, {"arm": Mirror(ArmKey, pb.SliSeries), "priority": PRIORITY})

@@ -71,6 +71,15 @@ def device_type(device: str, gpus: Path = _GPUS) -> str:
     return kind
 
 
+def memory_kills(counters: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed for memory; 0 where it does not count them."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", counters.read_text("ascii"), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
 def resident_bytes(pid: int) -> int:
     """Return the resident memory of a process in bytes; 0 when there is no such process."""
     if not pid:

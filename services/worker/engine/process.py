@@ -35,6 +35,7 @@ from services.worker.engine.unsupported import REFUSALS, TooLittleMemory
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     MAX_MESSAGE_BYTES,
+    OUT_OF_MEMORY,
     Command,
     EngineConfig,
     EngineHeartbeat,
@@ -161,6 +162,7 @@ class EngineExitCode(IntEnum):
     LOAD_FAILED = 3
     STEP_FAILED = 4
     ORPHANED = 5  # the agent is gone
+    OUT_OF_MEMORY = 6  # a step did not get its memory
 
 
 class AgentGone(Exception):
@@ -261,9 +263,10 @@ def step_until_stopped(
     except DuplicateHandle as error:
         log.error("command.refused", message=str(error))
         return EngineExitCode.BAD_INPUT
-    except Exception:  # the agent isolates the sequence that caused it
+    except Exception as error:  # the agent isolates the sequence that caused it
         log.exception("step.failed")
-        return EngineExitCode.STEP_FAILED
+        lacked = _reason(error) == OUT_OF_MEMORY
+        return EngineExitCode.OUT_OF_MEMORY if lacked else EngineExitCode.STEP_FAILED
     log.info("engine.stopped")
     return EngineExitCode.DONE
 
@@ -348,8 +351,9 @@ def _send(connection: AgentConnection, message: EngineMessage) -> None:
 
 def _reason(error: Exception) -> str:
     """Return a stable word for a failure that is not ours to explain."""
-    is_memory = isinstance(error, MemoryError) or "memory" in str(error)
-    return "out_of_memory" if is_memory else "internal"
+    text = str(error).lower()
+    lacked = isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+    return OUT_OF_MEMORY if lacked else "internal"
 
 
 def _exit_at_end(was_shutdown: bool) -> NoReturn:
@@ -386,7 +390,8 @@ def _configure_logging() -> None:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    if status == EngineExitCode.STEP_FAILED:  # an exit of vLLM waits for its ranks, clients for it
+    # An exit of vLLM waits for its ranks, clients for it.
+    if status in (EngineExitCode.STEP_FAILED, EngineExitCode.OUT_OF_MEMORY):
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)

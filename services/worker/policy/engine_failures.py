@@ -19,6 +19,7 @@ STALL_STEPS: Final = 2.0
 ABANDON_S: Final = 6.0
 ABANDON_STEPS: Final = 8.0
 STEP_FAILED: Final = 4  # exit code of an engine whose step raised an exception
+STEP_LACKED_MEMORY: Final = 6  # that of one whose step did not get its memory
 # Signals that a process raises against itself. SIGKILL, SIGTERM and the like come from others.
 _OWN_SIGNALS: Final = frozenset(
     {
@@ -35,7 +36,7 @@ _OWN_SIGNALS: Final = frozenset(
 
 def cause_of(exit_code: int) -> LossCause:
     """Return the cause of an exit that the agent did not ask for. ``exit_code`` is negative for a signal."""
-    is_fault = exit_code == STEP_FAILED or -exit_code in _OWN_SIGNALS
+    is_fault = exit_code in (STEP_FAILED, STEP_LACKED_MEMORY) or -exit_code in _OWN_SIGNALS
     return LossCause.FAULT if is_fault else LossCause.OUTSIDE
 
 

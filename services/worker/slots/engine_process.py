@@ -27,6 +27,7 @@ from services.core.poison.suspicion import LossCause
 from services.ports.clock import Clock
 from services.runtime.process.child import is_stopped, wait_end
 from services.runtime.process.folders import temporary_folder
+from services.runtime.process.machine import memory_kills
 from services.runtime.process.shared_memory import sweep
 from services.runtime.supervisor import Supervisor
 from services.worker.engine_protocol import (
@@ -49,7 +50,7 @@ from services.worker.engine_protocol import (
     decode_event,
     encode,
 )
-from services.worker.policy.engine_failures import ABANDON_STEPS, cause_of
+from services.worker.policy.engine_failures import ABANDON_STEPS, STEP_LACKED_MEMORY, cause_of
 from services.worker.slots.log_pipe import LogPipe
 from services.worker.slots.spare_engine import SpareEngine
 from services.worker.step_page import StepPage
@@ -139,13 +140,15 @@ class Stopped:
 class Crashed:
     """It ended by itself, or was killed because it hung. ``exit_code`` is negative for a signal.
 
-    ``members``: the handles of the step that ran, empty while none did.
+    ``members``: the handles of the step that ran, empty while none did. ``out_of_memory``: a step did not get
+    its memory, or it was killed while the kernel killed for memory.
     """
 
     exit_code: int
     message: str
     cause: LossCause = LossCause.OUTSIDE
     members: tuple[int, ...] = ()
+    out_of_memory: bool = False
 
 
 EngineExit = Stopped | LoadFailed | Crashed
@@ -278,6 +281,7 @@ class EngineProcess:
         self._started_s = self._last_message_s = clock.monotonic_s()
         self._exited = asyncio.Event()
         self._born_unix_s = clock.unix_s()
+        self._memory_kills = memory_kills()
 
     @property
     def pid(self) -> int:
@@ -522,7 +526,9 @@ class EngineProcess:
             return self._refused
         members = () if self._page is None else self._page.members()
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return Crashed(code, self._fault or f"the engine {ended}", cause_of(code), members)
+        killed = code == -signal.SIGKILL and not self._fault and memory_kills() > self._memory_kills
+        lacked = killed or code == STEP_LACKED_MEMORY
+        return Crashed(code, self._fault or f"the engine {ended}", cause_of(code), members, lacked)
 
     def kill(self, fault: str) -> None:
         if not self._fault:

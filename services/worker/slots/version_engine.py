@@ -325,7 +325,7 @@ class VersionEngine:
                 self.table = self._table_of(owner, loaded)
                 self._context.host.add(self.table)
             else:
-                self._context.host.join(self.table, self._served(owner))
+                self._context.host.join(self.table, self._served(owner, loaded.event))
             versions = len(self.table.versions)
             log.info("engine.joined", digest=owner.version.version_digest, versions=versions)
             owner.engine_ready()
@@ -335,7 +335,7 @@ class VersionEngine:
         process = loaded.process
         assert vocabulary is not None, "ready without a vocabulary"
         return SequenceTable(
-            self._served(first),
+            self._served(first, event),
             limits=PoolLimits(
                 event.kv_blocks_total,
                 event.block_size,
@@ -354,9 +354,9 @@ class VersionEngine:
             used_handles=loaded.handles,
         )
 
-    def _served(self, owner: VersionSlot) -> ServedVersion:
+    def _served(self, owner: VersionSlot, engine: Ready) -> ServedVersion:
         version = owner.version
-        telemetry = self._context.telemetry.version(version.deployment)
+        telemetry = self._context.telemetry.version(version.deployment, engine.flops_per_token)
         adapter = self._adapters.get(version.version_digest)
         number = 0 if adapter is None else adapter.number
         return ServedVersion(version.version_digest, version.deployment, telemetry, number)

@@ -14,7 +14,7 @@ from services.core.errors import DoesNotFit, FailedPrecondition, FairwayError, U
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.worker.batcher.driver import Batcher
-from services.worker.engine_protocol import EngineConfig, LoadFailed, Progress
+from services.worker.engine_protocol import OUT_OF_MEMORY, EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
 from services.worker.slots.engine_process import Crashed, EngineExit
 from services.worker.slots.engine_settings import EngineSettings, Executor, executor_of
@@ -94,6 +94,7 @@ class VersionSlot:
         self.promised_itl_s = version.itl_target_s  # target that an objective promises; 0: none does
         self.gone = False
         self._context = context
+        context.telemetry.expect(version.deployment)
         memory = VersionMemory(
             version.version_digest,
             version.deployment,
@@ -397,6 +398,8 @@ class VersionSlot:
             case LoadFailed() if self._lost_files():
                 pass
             case LoadFailed():
+                if share.leads and exit_.reason == OUT_OF_MEMORY:
+                    self._context.telemetry.lacked_memory(self.version.deployment, "load")
                 self.memory.learn(exit_)
                 self._break(exit_.reason.upper(), exit_.message, failed=True)
             case Crashed(_, message):
@@ -404,6 +407,8 @@ class VersionSlot:
                 self.restarts += share.counts
                 if share.leads:
                     self._context.telemetry.restarted(self.version.deployment)
+                    if exit_.out_of_memory:
+                        self._context.telemetry.lacked_memory(self.version.deployment, "serve")
                 self._break("ENGINE_CRASHED", message, failed=False)
             case TookTooMuch(message):
                 self._break(DoesNotFit.reason, message, failed=True)

@@ -214,6 +214,21 @@ async def test_every_way_to_go_wrong_is_a_crash_with_its_reason(start: Start) ->
         assert not alive(engine.pid)
 
 
+async def test_an_exit_for_want_of_memory_is_named(start: Start) -> None:
+    for script, lacked in (
+        ("say(READY); os._exit(6)", True),
+        ("say(READY); os._exit(4)", False),
+        (
+            "say(READY); os.kill(os.getpid(), 9)",
+            False,
+        ),  # the kernel killed none for memory
+    ):
+        _, received = await start(script)
+        exit_ = await received.ended()
+        assert isinstance(exit_, Crashed)
+        assert exit_.out_of_memory is lacked
+
+
 async def test_what_was_said_before_the_end_is_heard_before_it(start: Start) -> None:
     script = """
     agent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)

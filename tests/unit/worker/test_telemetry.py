@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
+from services.worker.agent.device_telemetry import export_devices, peak_flops
+from services.worker.agent.report import WorkerIdentity
 from services.worker.engine_protocol import Stepped
 from services.worker.telemetry import EngineLevels, WorkerTelemetry, export_levels
 from tests.support.metrics import values
@@ -74,6 +77,52 @@ def test_restarts_are_counted_from_the_first_engine_on() -> None:
     telemetry.restarted("chat")
     telemetry.version("chat")
     assert restarts() == {(("model", "chat"),): 1.0}
+
+
+def test_want_of_memory_is_counted_from_before_the_first_load_on() -> None:
+    metrics = Metrics()
+    telemetry = WorkerTelemetry(metrics, clock=SystemClock())
+
+    def counts() -> dict[str, float]:
+        found = values(generate_latest(metrics.registry).decode(), "fairway_worker_out_of_memory_total")
+        return {dict(labels)["while"]: value for labels, value in found.items()}
+
+    telemetry.expect("chat")
+    assert counts() == {"load": 0.0, "serve": 0.0}
+    telemetry.lacked_memory("chat", "load")
+    assert counts() == {"load": 1.0, "serve": 0.0}
+
+
+def test_the_operations_of_a_model_are_those_of_its_tokens() -> None:
+    metrics = Metrics()
+    telemetry = WorkerTelemetry(metrics, clock=SystemClock())
+    known, unknown = telemetry.version("chat", 1000), telemetry.version("other")
+    for version in (known, unknown):
+        version.stepped(Stepped(1, 0.5, [1, 2], [5, 6], {}, 16, 0, 2, 0))
+        version.stepped(Stepped(2, 0.5, [1], [5], {}, 0, 0, 2, 0))
+    text = generate_latest(metrics.registry).decode()
+    assert values(text, "fairway_worker_model_flops_total") == {(("model", "chat"),): 19_000.0}
+
+
+@pytest.mark.parametrize(
+    ("identity", "dtype", "stated", "peak"),
+    [
+        ({"device_type": "nvidia-h200"}, "bfloat16", 0.0, 989e12),
+        ({"device_type": "nvidia-h200"}, "float32", 0.0, 0.0),
+        ({"device_type": "nvidia-h200", "slice": "1g.18gb"}, "bfloat16", 0.0, 0.0),
+        ({"device_type": "cpu"}, "bfloat16", 0.0, 0.0),
+        ({"device_type": "cpu"}, "float32", 2e12, 2e12),
+    ],
+)
+def test_a_peak_is_stated_or_published_or_absent(
+    identity: dict[str, str], dtype: str, stated: float, peak: float
+) -> None:
+    metrics, found = Metrics(), WorkerIdentity("w", "a:1", devices=2, **identity)  # type: ignore[arg-type]
+    export_devices(metrics, found, peak_flops(found, dtype, stated))
+    text = generate_latest(metrics.registry).decode()
+    assert list(values(text, "fairway_worker_peak_flops").values()) == ([2 * peak] if peak else [])
+    assert list(values(text, "fairway_worker_devices").values()) == [2.0]
+    assert list(values(text, "fairway_worker_cost_per_hour").values()) == []
 
 
 def test_proposals_are_counted_and_a_sequence_once_a_step() -> None:

@@ -27,7 +27,7 @@ ALERTS: Final = (
     (BurnAlert.SLOW, 1.0, 3 * DAY_S, 6 * HOUR_S),
 )
 # The indicators that more replicas can mend; a stream that breaks is not one.
-_OF_REPLICAS: Final = (Sli.AVAILABILITY, Sli.TTFT, Sli.ITL)
+_OF_REPLICAS: Final = (Sli.AVAILABILITY, Sli.TTFT, Sli.ITL, Sli.TOTAL)
 # Length of a bin and how many are kept: windows up to six hours, up to three days, the budget.
 RINGS: Final = ((MINUTE_S, 361), (0.5 * HOUR_S, 145), (6 * HOUR_S, 113))
 _SLIS: Final = tuple(Sli)
@@ -63,9 +63,13 @@ def counted(sums: SliSums, objective: Objective) -> dict[Sli, EventCounts]:
         sketches = tuple(sums.ttft.values())
         slow = sum(one.above_value(objective.ttft.seconds) for one in sketches)
         found[Sli.TTFT] = EventCounts(round(sum(one.count for one in sketches)), round(slow))
-    if objective.itl.seconds:
-        slow = sums.itl.above_value(objective.itl.seconds)
-        found[Sli.ITL] = EventCounts(round(sums.itl.count), round(slow))
+    for sli, target, sketch in (
+        (Sli.ITL, objective.itl, sums.itl),
+        (Sli.TOTAL, objective.total, sums.total),
+    ):
+        if target.seconds:
+            slow = sketch.above_value(target.seconds)
+            found[sli] = EventCounts(round(sketch.count), round(slow))
     return found
 
 
@@ -76,6 +80,7 @@ def allowed_ratio(objective: Objective, sli: Sli) -> float:
         Sli.COMPLETION: objective.completion,
         Sli.TTFT: objective.ttft.quantile if objective.ttft.seconds else 0.0,
         Sli.ITL: objective.itl.quantile if objective.itl.seconds else 0.0,
+        Sli.TOTAL: objective.total.quantile if objective.total.seconds else 0.0,
     }[sli]
     return 1.0 - promised if promised else 0.0
 

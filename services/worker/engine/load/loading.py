@@ -512,6 +512,7 @@ def _load_torch(
     weights = torch_loading.load_weights_of(model, model_dir, config, report)
     probe = torch_loading.load_probe(model, model_dir, config)
     ready = _ready(config, model.vocab_size, longest, block_bytes, weight_bytes=weights.bytes)
+    ready = msgspec.structs.replace(ready, flops_per_token=model.flops_per_token)
     if probe is not None:
         ready = msgspec.structs.replace(ready, capabilities=_WITH_PROBE)
     blocks = ready.kv_blocks_total if meter is None else PROFILED_BLOCKS

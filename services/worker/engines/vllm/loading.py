@@ -95,6 +95,7 @@ def _load(
         vocab_size=model.get_vocab_size(),
         kv_bytes_per_block=block_bytes,
         weight_bytes=weight_bytes,
+        flops_per_token=_flops_per_token(config),
     )
     report("profile", 0.0)
     largest = next(largest_batches(config, most, contexts_at_once=0))
@@ -109,6 +110,14 @@ def _load(
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
     runner = VllmRunner(ranks, block_size=block_size, in_process=in_process)
     return Inline(runner), ready, stop_ids, _adapters(config, ranks)
+
+
+def _flops_per_token(config: EngineConfig) -> int:
+    """Return those of a dense decoder, 0 for other families."""
+    try:
+        return parse_config(read_json(Path(config.model_dir) / "config.json")).flops_per_token
+    except UnsupportedModel:
+        return 0
 
 
 def _adapters(config: EngineConfig, ranks: Ranks) -> Adapters | None:

@@ -13,10 +13,10 @@ from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.servicer import SliListing
 from services.core.errors import InvalidInput, NoLeader
-from services.core.records import Priority
+from services.core.records import LoadedVersion, Priority, VersionState, Worker
 from services.runtime.supervisor import Supervisor
 from tests.support.clocks import QuickClock
-from tests.support.slis import Measurements, NoSlis, key_of, sums_of
+from tests.support.slis import DIGEST, Measurements, NoSlis, key_of, sums_of
 
 # In the middle of ten minutes.
 UNIX_S = 1_800_000_300.0
@@ -29,7 +29,8 @@ class Rig:
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(self.clock)
         self.measured = Measurements(self.clock)
-        self.listing = SliListing(self.measured.store, NoSlis())
+        self.workers: list[Worker] = []
+        self.listing = SliListing(self.measured.store, NoSlis(), workers=lambda: self.workers)
 
     async def list(self, **fields: object) -> list[pb.SliSummary]:
         request = pb.ListSlisRequest(**fields)  # type: ignore[arg-type]
@@ -65,6 +66,25 @@ async def test_counts_and_quantiles_of_a_series(rig: Rig) -> None:
     assert (one.output_tokens, one.device_s) == (500, 1.5)
     found = [one.ttft_p50_s, one.ttft_p95_s, one.ttft_p99_s, one.itl_p50_s, one.itl_p95_s]
     assert found == pytest.approx([0.1, 1.0, 5.0, 0.02, 0.2], rel=0.021)
+
+
+async def test_tokens_cost_the_device_time_at_the_mean_price_of_the_version(rig: Rig) -> None:
+    sums = sums_of(requests=1, tokens=2000, prompt_tokens=1500, cached_tokens=500)
+    sums.device_s = 36.0
+    sums.total.add(4.0)
+    rig.measured.report(key_of(), sums)
+    (one,) = await rig.list()
+    assert not one.HasField("cost_per_1k_tokens"), "no worker states a price"
+    assert (one.tokens, one.prompt_tokens, one.cached_tokens) == (2000, 1500, 500)
+    assert one.total_p95_s == pytest.approx(4.0, rel=0.021)
+
+    def worker(digest: str, price: float) -> Worker:
+        loaded = LoadedVersion("chat", "m", digest, VersionState.READY)
+        return Worker("w", "a:1", versions=(loaded,), cost_per_hour=price)
+
+    rig.workers = [worker(DIGEST, 2.0), worker(DIGEST, 4.0), worker(DIGEST, 0.0), worker("sha256:x", 90.0)]
+    (one,) = await rig.list()
+    assert one.cost_per_1k_tokens == pytest.approx(36.0 / 3600 * 3.0 / 2)
 
 
 async def test_without_a_token_there_is_no_latency(rig: Rig) -> None:

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.controlplane.objectives.policy.book import SERIES_S, SliBook
+from services.controlplane.objectives.policy.burn import EventCounts
 from services.controlplane.objectives.store import SliStore, SnapshotTaken, book_from_bytes, book_to_message
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
 from services.core.errors import InvalidInput, NoLeader, StoreUnavailable
@@ -318,6 +319,23 @@ def test_a_snapshot_keeps_everything() -> None:
     assert loaded.apply("g", 1, 1, [report], objectives, now_s=UNIX_S) == 1
     assert loaded.sums_of(KEY, SERIES_S, UNIX_S).requests == 2, "the same report does not count again"
     assert dict(loaded.shapes["chat"].items()) == {RequestShape(9, 5, SamplingKind.GREEDY): 1.0}
+
+
+def test_a_snapshot_of_fewer_indicators_is_read() -> None:
+    book, total = SliBook(3), Objective(Meta("o"), "chat", availability=0.9, total=LatencyTarget(5.0))
+    recorder = SliRecorder(zone="a")
+    recorder.ended(SliSubject(KEY), RequestEnd("FINISHED", Usage(9, 5), first_token(), 9.0))
+    report = recorder.cut(UNIX_S)
+    assert report is not None
+    book.apply("g", 1, 1, [report], {("chat", Priority.STANDARD): total}, now_s=UNIX_S)
+    message = book_to_message(book, 4)
+    bins = [one for burn in message.burns for ring in burn.rings for one in ring.bins]
+    assert [list(one.counts) for one in bins] == [[1, 0, 0, 0, 0, 0, 0, 0, 1, 1]] * 3
+    for one in bins:
+        del one.counts[8:]  # as a control plane without that indicator stored it
+    (rings,) = book_from_bytes(message.SerializeToString()).burns.values()
+    assert rings.over(Sli.AVAILABILITY, 3600.0, UNIX_S) == EventCounts(1, 0)
+    assert rings.over(Sli.TOTAL, 3600.0, UNIX_S) == EventCounts(0, 0)
 
 
 def test_shapes_of_traffic_lose_weight_and_are_forgotten() -> None:

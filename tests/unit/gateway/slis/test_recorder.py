@@ -37,7 +37,7 @@ def latencies(*ttft_s: float) -> RequestLatencies:
 
 
 def end(reason: str, *ttft_s: float, device_s: float = 0.5) -> RequestEnd:
-    return RequestEnd(reason, Usage(100, 10, device_s=device_s), latencies(*ttft_s))
+    return RequestEnd(reason, Usage(100, 10, 40, device_s), latencies(*ttft_s), total_s=1.5)
 
 
 def cut(recorder: SliRecorder) -> SliReport:
@@ -80,6 +80,20 @@ def test_how_a_request_counts(one: RequestEnd, counts: tuple[int, ...]) -> None:
 def test_use_counts_for_every_request_that_ran() -> None:
     assert (sums_of(end("CANCELLED", 0.2)).tokens, sums_of(end("CANCELLED", 0.2)).device_s) == (110, 0.5)
     assert sums_of(end("FINISHED")).tokens == 0
+
+
+def test_the_total_latency_is_of_requests_that_finish() -> None:
+    metrics = Metrics()
+    recorder = SliRecorder(metrics)
+    for one in (end("FINISHED", 0.2), end("STREAM_BROKEN", 0.2), end("CANCELLED", 0.2), end("FINISHED")):
+        recorder.ended(SliSubject(KEY), one)
+    sums = cut(recorder).series[KEY]
+    assert (sums.total.count, sums.total.total) == (2, 3.0), "a stored answer has a latency too"
+    assert (sums.prompt_tokens, sums.cached_tokens) == (300, 120), "of those that ran"
+    assert list(exported(metrics, "fairway_sli_total_seconds_count").values()) == [2.0]
+    assert exported(metrics, "fairway_sli_tenant_device_seconds_total") == {
+        (("model", "chat"), ("tenant", "acme")): 1.5
+    }
 
 
 def test_a_step_of_a_rollout_counts_by_cluster_of_sessions() -> None:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from services.runtime.process.machine import available_cpus, cpu_quota, default_engine_threads, device_type
+from services.runtime.process.machine import (
+    available_cpus,
+    cpu_quota,
+    default_engine_threads,
+    device_type,
+    memory_kills,
+)
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -32,6 +38,12 @@ def write(folder: Path, files: dict[str, str]) -> Path:
 )
 def test_quota_of_a_control_group(tmp_path: Path, files: dict[str, str], granted: float) -> None:
     assert cpu_quota(write(tmp_path, files)) == granted
+
+
+def test_kills_for_memory_are_those_that_the_kernel_counts(tmp_path: Path) -> None:
+    write(tmp_path, {"vmstat": "pgfault 9\noom_kill 3\noom_killed 7\n", "old": "pgfault 9\n"})
+    assert [memory_kills(tmp_path / name) for name in ("vmstat", "old", "none")] == [3, 0, 0]
+    assert memory_kills() >= 0
 
 
 def test_there_is_always_a_processor_and_a_thread() -> None:

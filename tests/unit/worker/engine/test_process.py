@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from msgspec import structs
 
 from services.core.generation import Prompt
@@ -214,11 +215,23 @@ def test_a_handle_that_is_live_ends_it(start: Any, submit: Any) -> None:
     assert agent.exit_code() == EngineExitCode.BAD_INPUT
 
 
-def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("device assert"), EngineExitCode.STEP_FAILED),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), EngineExitCode.STEP_FAILED),
+        (MemoryError(), EngineExitCode.OUT_OF_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), EngineExitCode.OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), EngineExitCode.OUT_OF_MEMORY),
+    ],
+)
+def test_an_executor_that_fails_ends_it(
+    make_bench: Any, submit: Any, error: Exception, code: EngineExitCode
+) -> None:
     """Whatever the executor raises is fatal: the agent restarts the process and isolates the request."""
 
     def fail(handle: int, position: int) -> int:
-        raise RuntimeError("device assert")
+        raise error
 
     bench = make_bench()
     bench.executor.token_of = fail
@@ -227,7 +240,7 @@ def test_an_executor_that_fails_ends_it(make_bench: Any, submit: Any) -> None:
     with ours, theirs:
         connection = AgentConnection(ours, on_end=lambda _: ended.set(), on_malformed=lambda error: None)
         theirs.sendall(encode(submit(0, [1])))
-        assert step_until_stopped(bench.engine, connection) == EngineExitCode.STEP_FAILED
+        assert step_until_stopped(bench.engine, connection) == code
         theirs.close()
         assert ended.wait(PATIENCE_S)
 

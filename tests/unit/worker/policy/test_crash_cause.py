@@ -8,13 +8,18 @@ import pytest
 
 from services.core.poison.suspicion import LossCause, StepRole
 from services.worker.engine.process import EngineExitCode
-from services.worker.policy.engine_failures import STEP_FAILED, cause_of, role_of
+from services.worker.policy.engine_failures import STEP_FAILED, STEP_LACKED_MEMORY, cause_of, role_of
 
 FAULT, OUTSIDE = LossCause.FAULT, LossCause.OUTSIDE
 
 
 @pytest.mark.parametrize(
-    "code", [EngineExitCode.STEP_FAILED, *(-s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS))]
+    "code",
+    [
+        EngineExitCode.STEP_FAILED,
+        EngineExitCode.OUT_OF_MEMORY,
+        *(-s for s in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)),
+    ],
 )
 def test_an_exception_and_signals_that_a_process_raises_itself_are_its_fault(code: int) -> None:
     assert cause_of(code) is FAULT
@@ -37,6 +42,7 @@ def test_a_kill_and_other_exits_are_nobodys(code: int) -> None:
 
 def test_the_exit_code_is_the_engines() -> None:
     assert int(EngineExitCode.STEP_FAILED) == STEP_FAILED
+    assert int(EngineExitCode.OUT_OF_MEMORY) == STEP_LACKED_MEMORY
 
 
 def test_roles_in_a_step() -> None:

@@ -76,6 +76,13 @@ def test_replicas_follow_what_burns_in_both_windows_and_no_broken_stream() -> No
     assert burn(few) == burn(broken) == 0.0
 
 
+def test_a_promise_of_the_total_latency_alone_alerts() -> None:
+    promised, rings = Objective(Meta("o"), "chat", total=LatencyTarget(5.0, 0.99)), BurnRings()
+    rings.add({Sli.TOTAL: EventCounts(100, 20)}, NOW)
+    (found,) = status_of(promised, partial(rings.over, unix_s=NOW))
+    assert (found.sli, found.alert, found.burn_rates[0]) == (Sli.TOTAL, BurnAlert.ACUTE, 20.0)
+
+
 def test_few_events_are_no_alert() -> None:
     rings = BurnRings()
     rings.add({Sli.AVAILABILITY: EventCounts(5, 5)}, NOW)
@@ -112,6 +119,10 @@ def test_good_and_bad_events_of_each_promise() -> None:
         Sli.TTFT: EventCounts(4, 2),
         Sli.ITL: EventCounts(100, 10),
     }
+    for seconds in (1.0, 4.0, 40.0):
+        sums.total.add(seconds)
+    promised = Objective(Meta("o"), "chat", total=LatencyTarget(5.0, 0.9))
+    assert counted(sums, promised) == {Sli.TOTAL: EventCounts(3, 1)}
     assert counted(sums, Objective(Meta("o"), "chat", availability=0.9)).keys() == {Sli.AVAILABILITY}
 
 

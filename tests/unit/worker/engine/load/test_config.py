@@ -376,5 +376,6 @@ def test_attention_costs_as_much_as_the_rest_where_its_full_layers_say_so() -> N
     plain = parse_config(of("LlamaForCausalLM", hidden_size=64, intermediate_size=128, num_hidden_layers=2))
     dense = 2 * (64 * plain.head_dim * 2 * (plain.heads + plain.kv_heads) + 3 * 64 * 128)
     assert plain.attention_half_tokens == dense // (2 * plain.heads * plain.head_dim * 2)
+    assert plain.flops_per_token == 2 * (dense + plain.hidden_size * plain.vocab_size)
     assert replace(plain, windows=(None, 8)).attention_half_tokens == 2 * plain.attention_half_tokens
     assert replace(plain, windows=(8, 8)).attention_half_tokens == dense
