@@ -7,13 +7,18 @@ of all workers at once and then restart them two by two, kill an engine, take an
 step's allocation fails, and revert to a version that has left memory. At the end routes that lead nowhere are
 written by hand.
 
-``old_after_ack``: requests that began after the time of the event CUT_OVER and were answered by the version
-before; ``failed``: requests that ended otherwise than with all tokens; ``revert_p95_s``: from the call of a
-revert until the last request began that the reverted version answered; ``storm_copies``: how often a byte
-left the registry for the workers that had no files; ``storm_ready_s``: the longest time from the kill of two
-workers until both have the version READY again; ``memory_resumed``: streams that lost their engine to an
-allocation that failed, and went on. The last line is ``RESULT {json}``. Exits 0 if the first three are 0, 0
-and at most 60, the copies at most 1.5, a stream resumed, and the gateways reported the routes.
+The last line is ``RESULT {json}``:
+
+- ``old_after_ack``: requests that began after the time of the event CUT_OVER and were answered by the version
+  before, or after that of REVERTED and were answered by the candidate
+- ``failed``: requests that ended otherwise than with all tokens
+- ``revert_p95_s``: from the call of a revert until the last request began that the candidate answered
+- ``storm_copies``: how often a byte left the registry for the workers that had no files
+- ``storm_ready_s``: the longest time from the kill of two workers until both serve again
+- ``memory_resumed``: streams that lost their engine to an allocation that failed, and went on
+
+Exits 0 if the first three are 0, 0 and at most 60, the copies at most 1.5, a stream resumed, and the gateways
+reported the routes.
 """
 
 from __future__ import annotations
@@ -79,8 +84,8 @@ SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A cutover and its revert. ``cut``: the gateway is cut off ``before`` the rollout, in its ``soak``, or
-    not. ``after``: what happens between cutover and revert."""
+    """A cutover and its revert. ``cut``: the gateway is cut off from ``before`` the rollout until its
+    cutover, from the ``soak`` until the revert, or not. ``after``: what happens between them."""
 
     name: str
     cut: str = ""
@@ -173,11 +178,13 @@ async def _ask(
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """``by_cut``: requests after the acknowledgement at the gateway that was cut off."""
+    """``after_ack`` and ``after_revert``: requests after each acknowledgement; ``by_cut``: those of them at
+    the gateway that was cut off."""
 
     name: str
     old_after_ack: int
     after_ack: int
+    after_revert: int
     by_cut: int
     revert_s: float
 
@@ -221,14 +228,17 @@ class CutoverDrill:
         ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
         await asyncio.sleep(AFTER_S)
         after = self.load.since(ack_unix_s)
-        for lift in lifts:
-            await lift()
+        while lifts and turn.cut == "before":
+            await lifts.pop()()
         await asyncio.sleep(SETTLED_S if turn.cut else 0.0)
         await self._between(turn, old, new)
-        old_answers = [one for one in after if one.version_digest == old]
-        revert_s = await self._revert(tag, old, new)
-        by_cut = sum(one.gateway == CUT for one in after) if turn.cut else 0
-        return TurnResult(turn.name, len(old_answers), len(after), by_cut, revert_s)
+        revert_s, reverted = await self._revert(tag, old, new)
+        for lift in lifts:
+            await lift()
+        left = sum(one.version_digest == old for one in after)
+        left_again = sum(one.version_digest == new for one in reverted)
+        by_cut = sum(one.gateway == CUT for one in after + reverted) if turn.cut else 0
+        return TurnResult(turn.name, left + left_again, len(after), len(reverted), by_cut, revert_s)
 
     async def _injected(self, faults: list[Fault]) -> list[Lift]:
         found = []
@@ -304,8 +314,9 @@ class CutoverDrill:
             await asyncio.sleep(0.25)
         raise AssertionError(f"{worker} does not serve {digest} again")
 
-    async def _revert(self, tag: str, old: str, new: str) -> float:
-        """Return the seconds until the last request began that the reverted version answered."""
+    async def _revert(self, tag: str, old: str, new: str) -> tuple[float, list[Answer]]:
+        """Return the seconds until the last request began that the reverted version answered, and the
+        requests that began after the acknowledgement."""
         began_unix_s = time.time()
         await self.admin.rollouts.revert(tag, reason="the drill reverts it")
         while True:
@@ -317,9 +328,13 @@ class CutoverDrill:
             if time.time() - last_unix_s > SETTLED_S and any(one.version_digest == old for one in answers):
                 break
             if time.time() - began_unix_s > LONGEST_S:
-                return LONGEST_S
+                return LONGEST_S, []
         await self._until_held({old})
-        return last_unix_s - began_unix_s
+        found = await self._until(tag, lambda one: one.phase == cp.ROLLOUT_PHASE_REVERTED)
+        ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
+        print(f"  reverted after {ack_unix_s - began_unix_s:.1f} s", flush=True)
+        await asyncio.sleep(SETTLED_S)
+        return last_unix_s - began_unix_s, self.load.since(ack_unix_s)
 
     async def _until_held(self, digests: set[str]) -> None:
         """Return once no worker has another version of the deployment."""
@@ -442,7 +457,10 @@ def main() -> int:
         "storm_ready_s": round(drill.storm.ready_s, 1),
         "memory_resumed": drill.resumed,
     }
-    seen = all(one.after_ack and (one.by_cut or not turn.cut) for one, turn in zip(found, turns, strict=True))
+    seen = all(
+        one.after_ack and one.after_revert and (one.by_cut or not turn.cut)
+        for one, turn in zip(found, turns, strict=True)
+    )
     print("RESULT", json.dumps(result))
     met = result["revert_p95_s"] <= MOST_REVERT_S and not result["old_after_ack"] and not failures
     tried = {turn.after for turn in turns}
