@@ -146,7 +146,11 @@ class _RolloutPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutP
     """New requests are on the stable version; the candidates end their requests."""
     ROLLOUT_PHASE_ABORTED: _RolloutPhase.ValueType  # 7
     ROLLOUT_PHASE_REVERTED: _RolloutPhase.ValueType  # 8
-    """It was final, and the deployment has the version before again, by an update."""
+    """Reverted once it was final: no new request is answered by a candidate."""
+    ROLLOUT_PHASE_RESTORING: _RolloutPhase.ValueType  # 9
+    """The deployment has the version before again; the candidate serves until that is READY."""
+    ROLLOUT_PHASE_WITHDRAWING: _RolloutPhase.ValueType  # 10
+    """New requests are on the version before; workers confirm that they refuse earlier routes to the candidates."""
 
 class RolloutPhase(_RolloutPhase, metaclass=_RolloutPhaseEnumTypeWrapper): ...
 
@@ -165,7 +169,11 @@ ROLLOUT_PHASE_ROLLING_BACK: RolloutPhase.ValueType  # 6
 """New requests are on the stable version; the candidates end their requests."""
 ROLLOUT_PHASE_ABORTED: RolloutPhase.ValueType  # 7
 ROLLOUT_PHASE_REVERTED: RolloutPhase.ValueType  # 8
-"""It was final, and the deployment has the version before again, by an update."""
+"""Reverted once it was final: no new request is answered by a candidate."""
+ROLLOUT_PHASE_RESTORING: RolloutPhase.ValueType  # 9
+"""The deployment has the version before again; the candidate serves until that is READY."""
+ROLLOUT_PHASE_WITHDRAWING: RolloutPhase.ValueType  # 10
+"""New requests are on the version before; workers confirm that they refuse earlier routes to the candidates."""
 Global___RolloutPhase: _TypeAlias = RolloutPhase  # noqa: Y015
 
 class _InconclusivePolicy:

@@ -32,11 +32,13 @@ _NEXT: Final = {
     RolloutPhase.LOADING: {RolloutPhase.RUNNING, RolloutPhase.SOAKING, RolloutPhase.ROLLING_BACK},
     RolloutPhase.RUNNING: {RolloutPhase.SOAKING, RolloutPhase.ROLLING_BACK},
     RolloutPhase.SOAKING: {RolloutPhase.FINISHING, RolloutPhase.ROLLING_BACK},
-    RolloutPhase.FINISHING: {RolloutPhase.COMPLETED, RolloutPhase.REVERTED},
-    RolloutPhase.COMPLETED: {RolloutPhase.REVERTED},
+    RolloutPhase.FINISHING: {RolloutPhase.COMPLETED, RolloutPhase.RESTORING},
+    RolloutPhase.COMPLETED: {RolloutPhase.RESTORING},
+    RolloutPhase.RESTORING: {RolloutPhase.WITHDRAWING},
+    RolloutPhase.WITHDRAWING: {RolloutPhase.REVERTED},
     RolloutPhase.ROLLING_BACK: {RolloutPhase.ABORTED},
 }
-_TAKEN_BACK: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.REVERTED)
+_TAKEN_BACK: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.RESTORING)
 
 
 class SplitHistory(RolloutListener, Invariant):
@@ -51,7 +53,7 @@ class SplitHistory(RolloutListener, Invariant):
         # When the candidate was taken back: by an abort, or by a revert once it was final.
         self.aborted_s: float | None = None
         self.aborted_revision = 0
-        self.cut_over = False  # acknowledged, and not reverted since
+        self.withdrawn = ""  # the version whose end of service is acknowledged
         self._failed = set[str]()  # metrics of its gates
         # Of a soak that ended without a baseline: a gateway and the leader were lost before a snapshot.
         self._unjudged = False
@@ -115,7 +117,8 @@ class SplitHistory(RolloutListener, Invariant):
         if rollout.phase is RolloutPhase.FINISHING:
             lacks = [report.waits_for for report in rollout.gates.values()]
             self._unjudged |= any(one.startswith("the baseline") for one in lacks)
-        self.cut_over = rollout.phase is RolloutPhase.COMPLETED
+        ends = {RolloutPhase.COMPLETED: self.stable, RolloutPhase.REVERTED: self.candidate}
+        self.withdrawn = ends.get(rollout.phase, "")
         if rollout.phase in _TAKEN_BACK and self.aborted_s is None:
             self.aborted_s, self.aborted_revision = self._fleet.loop.now_s, revision
 
@@ -130,7 +133,7 @@ class SplitHistory(RolloutListener, Invariant):
                 self._add(SPLIT, f"{rollout.phase} with a route")
         elif has_bp != wanted:
             self._add(SPLIT, f"{rollout.phase} with {has_bp} for the candidate, not {wanted}")
-        elif has_bp < self._weight_bp and rollout.phase is not RolloutPhase.ROLLING_BACK:
+        elif has_bp < self._weight_bp and self.aborted_s is None:
             self._add(SPLIT, f"{rollout.phase} shrank the candidate from {self._weight_bp} to {has_bp}")
         elif has_bp and self.aborted_s is not None:
             self._add(SPLIT, f"{has_bp} for the candidate after the abort")
@@ -292,8 +295,8 @@ class Arms(RolloutListener, GrantListener, Invariant):
             return
         if revision < host.least_route_revision(digest):
             self._add(FENCE, f"{worker_id} started request {number} by revision {revision}")
-        if digest == self._history.stable and self._history.cut_over:
-            self._add(CUTOVER, f"{worker_id} started request {number} on the version before the cutover")
+        if digest == self._history.withdrawn:
+            self._add(CUTOVER, f"{worker_id} started request {number} on a version that was withdrawn")
         aborted = digest == self._history.candidate and self._is_aborted(revision)
         if aborted and self._is_late(STORE, _PLANE, worker_id):
             self._add(LATE, f"{worker_id} started request {number} on the aborted version")

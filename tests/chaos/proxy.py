@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ HOST: Final = "127.0.0.1"
 NAME_VARIABLE: Final = "CHAOS_NAME"
 CLIENT: Final = "client"
 PIECE_BYTES: Final = 64 * 1024
+FRESH_S: Final = 0.5
 
 Mode = Literal["pass", "cut", "hole", "delay"]
 
@@ -55,10 +57,16 @@ def rule_for(rules: Sequence[Rule], source: str, target: str) -> Rule:
 
 
 class Names:
-    """Which process is at the other end of a connection on the loopback."""
+    """Which process is at the other end of a connection on the loopback.
+
+    One look at all sockets serves the connections that arrive within ``FRESH_S``: a busy machine would
+    otherwise take longer for each than its client waits.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
+        self._sockets: dict[str, str] = {}  # the name of the process that holds a socket, by its link
+        self._looked_s = float("-inf")
 
     def of(self, peer_port: int, own_port: int) -> str:
         """Return the name of the process that connected from ``peer_port`` to ``own_port``."""
@@ -66,11 +74,12 @@ class Names:
         if inode is None:
             return CLIENT
         link = f"socket:[{inode}]"
-        found = next((pid for pid in list(self._names) if self._holds(pid, link)), None)
-        if found is None:
+        if time.monotonic() > self._looked_s + FRESH_S or link not in self._sockets:
+            self._look()
+        if link not in self._sockets:
             self._refresh()
-            found = next((pid for pid in self._names if self._holds(pid, link)), None)
-        return CLIENT if found is None else self._names[found]
+            self._look()
+        return self._sockets.get(link, CLIENT)
 
     def _inode(self, peer_port: int, own_port: int) -> str | None:
         ends = (f"0100007F:{peer_port:04X}", f"0100007F:{own_port:04X}")
@@ -93,12 +102,14 @@ class Names:
                     if entry.startswith(marker):
                         self._names[int(folder.name)] = entry[len(marker) :].decode()
 
-    def _holds(self, pid: int, link: str) -> bool:
-        try:
-            with os.scandir(f"/proc/{pid}/fd") as entries:
-                return any(os.readlink(entry.path) == link for entry in entries)
-        except OSError:
-            return False
+    def _look(self) -> None:
+        self._sockets = {}
+        for pid, name in self._names.items():
+            with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):  # it was closed meanwhile
+                        self._sockets.setdefault(os.readlink(entry.path), name)
+        self._looked_s = time.monotonic()
 
 
 class Connection:

@@ -3,13 +3,22 @@
 Three gateways and four workers with the null executor; a proxy is on every edge. Each turn rolls a version
 out to its final step and reverts it (``TURNS``). Meanwhile a gateway is cut off from etcd, after or before
 the rollout's route was written, and the workers receive the cutover late. Other turns delete the model files
-of all workers at once, kill an engine as the memory killer does, and revert to a version that has left
-memory. At the end routes that lead nowhere are written by hand.
+of all workers at once and then restart them two by two, kill an engine, take an engine's memory, so that a
+step's allocation fails, and revert to a version that has left memory. At the end routes that lead nowhere are
+written by hand.
 
-``old_after_ack``: requests that began after the time of the event CUT_OVER and were answered by the version
-before; ``failed``: requests that ended otherwise than with all tokens; ``revert_p95_s``: from the call of a
-revert until the last request began that the reverted version answered. The last line is ``RESULT {json}``.
-Exits 0 if these are 0, 0 and at most 60, and if the gateways reported the routes.
+The last line is ``RESULT {json}``:
+
+- ``old_after_ack``: requests that began after the time of the event CUT_OVER and were answered by the version
+  before, or after that of REVERTED and were answered by the candidate
+- ``failed``: requests that ended otherwise than with all tokens
+- ``revert_p95_s``: from the call of a revert until the last request began that the candidate answered
+- ``storm_copies``: how often a byte left the registry for the workers that had no files
+- ``storm_ready_s``: the longest time from the kill of two workers until both serve again
+- ``memory_resumed``: streams that lost their engine to an allocation that failed, and went on
+
+Exits 0 if the first three are 0, 0 and at most 60, the copies at most 1.5, a stream resumed, and the gateways
+reported the routes.
 """
 
 from __future__ import annotations
@@ -17,12 +26,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
+import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -35,28 +48,34 @@ from fairway.cli.state import read_secret
 from fairway.client import AdminClient
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import inference_pb2 as pb
-from fairway.v1 import inference_pb2_grpc
+from fairway.v1 import inference_pb2_grpc, worker_pb2
 from services.core.records import dump
 from services.core.rollouts.routes import ROUTES, ModelRoute, RouteArm
 from services.ports.store import Delete, Operation, Put
-from tests.chaos.faults import Fault, Kill, Lift, Net, inject
+from tests.chaos.faults import Fault, Lift, LoseModels, Net, inject
 from tests.chaos.fleet import Fleet, Shape, read_page
 from tests.support.faulty_versions import VersionFault, write_version
-from tests.support.stack import metadata
+from tests.support.model_folder import safetensors
+from tests.support.stack import ROOT, metadata
 
 NAME: Final = "drill"
 CLIENTS: Final = 4  # of each gateway
-TOKENS: Final = 8
+TOKENS: Final = 16
+WEIGHT_BYTES: Final = 32 * 2**20  # more than a worker fetches from the registry alone
+WORKING_BYTES: Final = 64 * 2**20  # what a step allocates
 PAUSE_S: Final = 0.05  # between two requests of a client
 OLD_VIEW_S: Final = 17.0  # after it a gateway that is cut off takes the stable version only
 AFTER_S: Final = 6.0  # of traffic after a cutover
 SETTLED_S: Final = 3.0  # without an answer of the reverted version
 LONGEST_S: Final = 120.0
 MOST_REVERT_S: Final = 60.0
+MOST_COPIES: Final = 1.5
 REPORT_S: Final = 10.0
 LATE_S: Final = 2.5  # for which no worker receives the cutover; their leases last 5 s
 CUT, LATE = "gateway-2", "worker-*"
+RECEIVED: Final = re.compile(r'^fairway_worker_model_chunk_bytes_total\{.*way="(from_\w+)".*\} (\S+)$', re.M)
 SETTINGS: Final = {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support/rollout_faults'}",
     "FAIRWAY_NULL_STEP_S": "0.02",
     "FAIRWAY_QUEUE_TTL_S": "5",
     "FAIRWAY_SHEDDING": "false",
@@ -65,8 +84,8 @@ SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A cutover and its revert. ``cut``: the gateway is cut off ``before`` the rollout, in its ``soak``, or
-    not. ``after``: what happens between cutover and revert."""
+    """A cutover and its revert. ``cut``: the gateway is cut off from ``before`` the rollout until its
+    cutover, from the ``soak`` until the revert, or not. ``after``: what happens between them."""
 
     name: str
     cut: str = ""
@@ -80,18 +99,21 @@ TURNS: Final = (
     Turn("a gateway is cut off before the rollout", cut="before"),
     Turn("every worker loses its model files", after="storm"),
     Turn("an engine is killed", after="kill"),
+    Turn("an engine is out of memory", after="memory"),
     Turn("the version before has left memory", keep_warm_s=0, after="leave"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: when it began (wall clock), the version that it was accepted for last, and its failure."""
+    """One request: when it began (wall clock), the version that it was accepted for last, its failure, and
+    how often it was placed again after a loss."""
 
     gateway: str
     began_unix_s: float
     version_digest: str
     failure: str
+    resumes: int
 
 
 @dataclass(slots=True)
@@ -137,7 +159,7 @@ async def _ask(
         ignore_eos=True,
         session_key=session,
     )
-    began_unix_s, digest, count, failure = time.time(), "", 0, ""
+    began_unix_s, digest, count, failure, resumes = time.time(), "", 0, "", 0
     try:
         request = pb.GenerateRequest(generation=generation)
         async for event in stub.Generate(request, metadata=metadata(api_key), timeout=60):
@@ -145,31 +167,45 @@ async def _ask(
                 digest = event.accepted.version_digest
             elif event.HasField("chunk"):
                 count += len(event.chunk.ids)
+            elif event.HasField("finished"):
+                resumes = event.finished.resumes
     except grpc.aio.AioRpcError as error:
         failure = f"{error.code().name}: {error.details()}"
     if not failure and count != TOKENS:
         failure = f"{count} of {TOKENS} tokens"
-    return Answer(gateway, began_unix_s, digest, failure)
+    return Answer(gateway, began_unix_s, digest, failure, resumes)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """``by_cut``: requests after the acknowledgement at the gateway that was cut off."""
+    """``after_ack`` and ``after_revert``: requests after each acknowledgement; ``by_cut``: those of them at
+    the gateway that was cut off."""
 
     name: str
     old_after_ack: int
     after_ack: int
+    after_revert: int
     by_cut: int
     revert_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """What the workers without files received, and the longest time until those of a wave served again."""
+
+    copies: float
+    ready_s: float
+
+
 class CutoverDrill:
-    """What the operator does."""
+    """What the operator does. ``storm`` and ``resumed`` are of the turns that have them."""
 
     def __init__(self, fleet: Fleet, admin: AdminClient, load: CutoverLoad) -> None:
         self.fleet = fleet
         self.admin = admin
         self.load = load
+        self.storm = Storm(0.0, 0.0)
+        self.resumed = 0
 
     async def turn(self, number: int, turn: Turn, folder: Path) -> TurnResult:
         """Cut over to a new version and revert it."""
@@ -192,14 +228,17 @@ class CutoverDrill:
         ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
         await asyncio.sleep(AFTER_S)
         after = self.load.since(ack_unix_s)
-        for lift in lifts:
-            await lift()
+        while lifts and turn.cut == "before":
+            await lifts.pop()()
         await asyncio.sleep(SETTLED_S if turn.cut else 0.0)
         await self._between(turn, old, new)
-        old_answers = [one for one in after if one.version_digest == old]
-        revert_s = await self._revert(tag, old, new)
-        by_cut = sum(one.gateway == CUT for one in after) if turn.cut else 0
-        return TurnResult(turn.name, len(old_answers), len(after), by_cut, revert_s)
+        revert_s, reverted = await self._revert(tag, old, new)
+        for lift in lifts:
+            await lift()
+        left = sum(one.version_digest == old for one in after)
+        left_again = sum(one.version_digest == new for one in reverted)
+        by_cut = sum(one.gateway == CUT for one in after + reverted) if turn.cut else 0
+        return TurnResult(turn.name, left + left_again, len(after), len(reverted), by_cut, revert_s)
 
     async def _injected(self, faults: list[Fault]) -> list[Lift]:
         found = []
@@ -212,20 +251,72 @@ class CutoverDrill:
     async def _between(self, turn: Turn, old: str, new: str) -> None:
         match turn.after:
             case "storm":
-                for worker in self.fleet.addresses.worker_names:
-                    for folder in (self.fleet.state.data(worker) / "models").iterdir():
-                        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-                await asyncio.sleep(AFTER_S)
+                await self._storm(new)
             case "kill":
-                await self._injected([Kill("engine:worker-1")])
+                os.kill(await self._engine_of("worker-1", new), signal.SIGKILL)
                 await asyncio.sleep(AFTER_S)
+            case "memory":
+                await self._take_memory("worker-1", new)
             case "leave":
                 await self._until_held({new})
             case _:
                 pass
 
-    async def _revert(self, tag: str, old: str, new: str) -> float:
-        """Return the seconds until the last request began that the reverted version answered."""
+    async def _storm(self, serving: str) -> None:
+        """All workers lose their files while they serve; then all start again without any, two at once."""
+        names = self.fleet.addresses.worker_names
+        for worker in names:
+            for folder in (self.fleet.state.data(worker) / "models").iterdir():
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.sleep(AFTER_S)
+        took_s = []
+        for wave in (names[:2], names[2:]):
+            before = [await self._engine_of(worker, serving) for worker in wave]
+            began_s = time.monotonic()
+            await self._injected([LoseModels(worker) for worker in wave])
+            for worker, pid in zip(wave, before, strict=True):
+                await self._until_restarted(worker, serving, pid)
+            took_s.append(time.monotonic() - began_s)
+        await asyncio.sleep(AFTER_S)  # of fetching the version before, which stays on the disk
+        received = dict.fromkeys(("from_registry", "from_peer"), 0.0)
+        for worker in names:
+            url = f"http://{self.fleet.addresses.of(f'{worker}_metrics')}/metrics"
+            for way, size_bytes in RECEIVED.findall(await asyncio.to_thread(read_page, url)):
+                received[way] += float(size_bytes)
+        self.storm = Storm(len(names) * received["from_registry"] / sum(received.values()), max(took_s))
+        print(f"  received {received}, waves took {[round(one, 1) for one in took_s]} s", flush=True)
+
+    async def _take_memory(self, worker: str, serving: str) -> None:
+        """An engine can allocate nothing from now on; return once another one serves in its place."""
+        pid, began_unix_s = await self._engine_of(worker, serving), time.time()
+        resource.prlimit(pid, resource.RLIMIT_DATA, (0, 0))
+        await self._until_restarted(worker, serving, pid)
+        await asyncio.sleep(AFTER_S)
+        log = self.fleet.state.log(worker).read_text()
+        assert "MemoryError" in log, "the engine ended for another reason"
+        self.resumed = sum(one.resumes > 0 for one in self.load.since(began_unix_s - PAUSE_S * CLIENTS))
+        print(f"  a step of {pid} found no memory; {self.resumed} streams went on elsewhere", flush=True)
+
+    async def _engine_of(self, worker: str, digest: str) -> int:
+        """Return the process of a worker's engine of a version, 0 without one that serves."""
+        for version in (await self.fleet.worker(worker)).versions:
+            if version.version_digest == digest and version.state == worker_pb2.VERSION_STATE_READY:
+                return version.engine_pid
+        return 0
+
+    async def _until_restarted(self, worker: str, digest: str, pid: int) -> None:
+        """Return once another process than ``pid`` serves the version on the worker."""
+        ends_s = time.monotonic() + LONGEST_S
+        while time.monotonic() < ends_s:
+            with suppress(grpc.aio.AioRpcError):
+                if await self._engine_of(worker, digest) not in (0, pid):
+                    return
+            await asyncio.sleep(0.25)
+        raise AssertionError(f"{worker} does not serve {digest} again")
+
+    async def _revert(self, tag: str, old: str, new: str) -> tuple[float, list[Answer]]:
+        """Return the seconds until the last request began that the reverted version answered, and the
+        requests that began after the acknowledgement."""
         began_unix_s = time.time()
         await self.admin.rollouts.revert(tag, reason="the drill reverts it")
         while True:
@@ -237,9 +328,13 @@ class CutoverDrill:
             if time.time() - last_unix_s > SETTLED_S and any(one.version_digest == old for one in answers):
                 break
             if time.time() - began_unix_s > LONGEST_S:
-                return LONGEST_S
+                return LONGEST_S, []
         await self._until_held({old})
-        return last_unix_s - began_unix_s
+        found = await self._until(tag, lambda one: one.phase == cp.ROLLOUT_PHASE_REVERTED)
+        ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
+        print(f"  reverted after {ack_unix_s - began_unix_s:.1f} s", flush=True)
+        await asyncio.sleep(SETTLED_S)
+        return last_unix_s - began_unix_s, self.load.since(ack_unix_s)
 
     async def _until_held(self, digests: set[str]) -> None:
         """Return once no worker has another version of the deployment."""
@@ -295,7 +390,9 @@ class CutoverDrill:
 async def publish(admin: AdminClient, folder: Path, number: int) -> None:
     """Publish a version of its own under the tag vNUMBER."""
     tag = f"v{number}"
-    written = write_version(folder / tag, VersionFault.GOOD, number)
+    written = write_version(folder / tag, VersionFault.GOOD, number, working_bytes=WORKING_BYTES)
+    weights = await asyncio.to_thread(safetensors, WEIGHT_BYTES, number)
+    (written / "model.safetensors").write_bytes(weights)
     await publish_folder(admin, written, NAME, tag, report=lambda _: None)
 
 
@@ -314,7 +411,7 @@ def rollout_to(tag: str, turn: Turn) -> cp.Rollout:
     return found
 
 
-async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], CutoverLoad, bool]:
+async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], CutoverDrill, bool]:
     shape, load = Shape(workers=4, gateways=3, schedulers=1, controlplanes=1, deploy=False), CutoverLoad()
     async with Fleet.started(folder / "state", shape, settings=SETTINGS) as fleet:
         admin = AdminClient(
@@ -338,7 +435,7 @@ async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], Cutove
                     found.append(await drill.turn(number, turn, folder))
                     print(f"  {found[-1]}", flush=True)
                 reported = await drill.misrouted()
-    return found, load, reported
+    return found, drill, reported
 
 
 def main() -> int:
@@ -346,19 +443,28 @@ def main() -> int:
     parser.add_argument("--turns", default=",".join(map(str, range(len(TURNS)))), help="numbers, from 0")
     turns = [TURNS[int(number)] for number in parser.parse_args().turns.split(",")]
     with tempfile.TemporaryDirectory(prefix="fairway-cutover-") as folder:
-        found, load, reported = asyncio.run(run(Path(folder), turns))
-    failures = [f"{one.gateway}: {one.failure}" for one in load.answers if one.failure]
+        found, drill, reported = asyncio.run(run(Path(folder), turns))
+    answers = drill.load.answers
+    failures = [f"{one.gateway}: {one.failure}" for one in answers if one.failure]
     for failure in sorted(set(failures)):
         print(f"  {failures.count(failure)}: {failure[:200]}", flush=True)
-    print(f"requests: {len(load.answers)}", flush=True)
+    print(f"requests: {len(answers)}", flush=True)
     result = {
         "old_after_ack": sum(one.old_after_ack for one in found),
         "failed": len(failures),
         "revert_p95_s": round(quantile([one.revert_s for one in found], 0.95), 2),
+        "storm_copies": round(drill.storm.copies, 2),
+        "storm_ready_s": round(drill.storm.ready_s, 1),
+        "memory_resumed": drill.resumed,
     }
-    seen = all(one.after_ack and (one.by_cut or not turn.cut) for one, turn in zip(found, turns, strict=True))
+    seen = all(
+        one.after_ack and one.after_revert and (one.by_cut or not turn.cut)
+        for one, turn in zip(found, turns, strict=True)
+    )
     print("RESULT", json.dumps(result))
     met = result["revert_p95_s"] <= MOST_REVERT_S and not result["old_after_ack"] and not failures
+    tried = {turn.after for turn in turns}
+    met &= drill.storm.copies <= MOST_COPIES and (bool(drill.resumed) or "memory" not in tried)
     return 0 if met and reported and seen else 1
 
 

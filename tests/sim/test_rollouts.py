@@ -30,6 +30,7 @@ from tests.sim.planted.planes import (
     LeadsForEver,
     MissesAborts,
     MissesCutovers,
+    MissesReverts,
     PromotesAtOnce,
     StartsTheWithdrawn,
     SwapsVersions,
@@ -80,6 +81,7 @@ PLANTED = {
     "versions are mixed": (Parts(gateway=SwapsVersions), ONE_ARM, 10),
     "probes are left out": (Parts(worker=AsksNoProbe), PROBE, 8),
     "a cutover is not fenced": (Parts(gateway=MissesCutovers, worker=StartsTheWithdrawn), CUTOVER, 0),
+    "a revert is not fenced": (Parts(gateway=MissesReverts, worker=StartsTheWithdrawn), CUTOVER, 6),
     "a fence is ignored": (Parts(gateway=MissesAborts, worker=StartsTheWithdrawn), FENCE, 2),
 }
 

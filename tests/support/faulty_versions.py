@@ -26,6 +26,7 @@ from tests.support.stack import ROOT
 
 CHECKPOINT: Final = ROOT / "models/tiny/checkpoint"
 FIELD: Final = "drill_fault"
+WORKING: Final = "drill_working_bytes"  # what each step allocates, as activations are
 CRASHING_ID: Final = 507  # a prompt that begins with it ends the engine of a crashing version
 _FAILING_OF: Final = 20
 _SHORT_FROM: Final = 4
@@ -49,15 +50,17 @@ class FaultyExecutor:
 
     runs_ahead = False
 
-    def __init__(self, inner: Executor, fault: VersionFault, eos_id: int) -> None:
+    def __init__(self, inner: Executor, fault: VersionFault, eos_id: int, working_bytes: int) -> None:
         self._inner = inner
         self._fault = fault
         self._eos_id = eos_id
+        self._working_bytes = working_bytes
         self._batch: Batch | None = None
 
     def submit(self, batch: Batch) -> None:
         """See ``Executor``."""
         self._batch = batch
+        bytearray(self._working_bytes)  # a mapping of its own: it fails where the process may have no more
         self._inner.submit(batch)
 
     def collect(self) -> Samples:
@@ -92,12 +95,12 @@ def _with_errors(samples: Samples, batch: Batch, fails: Callable[[SequenceState]
     return Samples(samples.tokens, samples.logprobs, errors)
 
 
-def write_version(folder: Path, fault: VersionFault, number: int) -> Path:
+def write_version(folder: Path, fault: VersionFault, number: int, *, working_bytes: int = 0) -> Path:
     """Write the bundled checkpoint with a fault, as a version with a digest of its own."""
     shutil.copytree(CHECKPOINT, folder)
     config = folder / "config.json"
     fields = json.loads(config.read_text())
-    config.write_text(json.dumps({**fields, FIELD: fault.value}))
+    config.write_text(json.dumps({**fields, FIELD: fault.value, WORKING: working_bytes}))
     (folder / "README.md").write_text(f"A version of a drill: {folder.name}, number {number}.\n")
     return folder
 
@@ -113,9 +116,10 @@ def load_faulty(config: EngineConfig, report: Report) -> tuple[Engine, Ready]:
     fields = json.loads((folder / "config.json").read_text())
     fault = VersionFault(fields.get(FIELD, VersionFault.GOOD))
     eos_id = min(eos_ids(folder, fields, vocab_size_of(fields)), default=0)
+    working_bytes = fields.get(WORKING, 0)
 
     def around(inner: Executor) -> Executor:
-        return FaultyExecutor(inner, fault, eos_id)
+        return FaultyExecutor(inner, fault, eos_id, working_bytes)
 
     stretched = msgspec.structs.replace(config, null_step_s=config.null_step_s * _STEP_RATIOS.get(fault, 1.0))
     return load(stretched, report, around=around)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from services.controlplane.rollouts.records import Rollout, RolloutPhase
+from services.controlplane.rollouts.records import UNDONE, Rollout
 from services.core.records import (
     ASSIGNMENTS,
     BUDGETS,
@@ -180,7 +180,7 @@ def _rollout(before: Rollout | None, after: Rollout | None) -> Iterator[FleetEve
     known = () if before is None else before.history
     for one in after.history:
         if one not in known:
-            warning = after.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.REVERTED)
+            warning = after.phase in UNDONE
             yield FleetEvent(kind, name, f"ROLLOUT_{one.what}", one.message, warning=warning)
 
 

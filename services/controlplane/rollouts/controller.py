@@ -155,6 +155,7 @@ class RolloutController:
                 unmeasured=self._unmeasured(held.record),
                 route_revision=context.route_revision,
                 unfenced=unfenced_on(held.record, fleet.workers, fleet.assignments, context.route_revision),
+                version_digest=context.deployment.version_digest,
             )
             reports = self.reports(held.record, context.route)
             after = advance(held.record, facts, reports, self._clock.unix_s())

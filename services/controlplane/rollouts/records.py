@@ -46,12 +46,24 @@ class RolloutPhase(StrEnum):
     ROLLING_BACK = "rolling_back"  # new requests are stable; the candidates end their requests
     COMPLETED = "completed"  # cut over: no new request is answered by the version before
     ABORTED = "aborted"
-    REVERTED = "reverted"  # it was final, and the deployment has the version before again
+    RESTORING = "restoring"  # reverted once final; the candidate serves until the version before is READY
+    WITHDRAWING = "withdrawing"  # new requests are stable; workers confirm the fence of the candidates
+    REVERTED = "reverted"  # no new request is answered by a candidate
 
 
 ENDED: Final = frozenset({RolloutPhase.COMPLETED, RolloutPhase.ABORTED, RolloutPhase.REVERTED})
 # New requests can still get a candidate.
 ABORTABLE: Final = frozenset({RolloutPhase.LOADING, RolloutPhase.RUNNING, RolloutPhase.SOAKING})
+# Aborted, rolled back or reverted, or on the way there.
+UNDONE: Final = frozenset(
+    {
+        RolloutPhase.ROLLING_BACK,
+        RolloutPhase.ABORTED,
+        RolloutPhase.RESTORING,
+        RolloutPhase.WITHDRAWING,
+        RolloutPhase.REVERTED,
+    }
+)
 
 
 class Inconclusive(StrEnum):

@@ -169,7 +169,7 @@ class Rollouts:
                 return await self._view(old)
             context = await self._context(after.deployment)
             together = effects(after, context)
-            if after.phase is RolloutPhase.REVERTED:
+            if after.phase is RolloutPhase.RESTORING:
                 together = _both(await self._restorable(after, context), together)
             try:
                 stored = await self._kind.update(
@@ -289,7 +289,9 @@ def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
     """Return while neither a rollout nor an update of the deployment is under way."""
     deployment = context.wanted
     name = deployment.meta.name
-    if context.route is not None:
+    if context.route is not None or any(
+        one.deployment == name and not one.ended for one in snapshot.fleet.rollouts
+    ):
         raise FailedPrecondition(
             f"another rollout of {name} is open: finish or revert it first", name=name, deployment=name
         )

@@ -63,7 +63,7 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
     if deployment != context.deployment:
         key = DEPLOYMENTS + rollout.deployment
         conditions.append(ModRevisionIs(key, context.deployment_revision))
-        undone = rollout.phase is RolloutPhase.REVERTED
+        undone = rollout.phase is RolloutPhase.RESTORING
         cause = f"revert of rollout {rollout.meta.name}" if undone else f"rollout {rollout.meta.name}"
         operations += [Put(key, dump(deployment)), revision_put(deployment, rollout.phase_unix_s, cause)]
     return WriteSet(conditions, operations)

@@ -99,7 +99,7 @@ class AgentConnection:
         channel: socket.socket,
         *,
         on_end: Callable[[bool], None],
-        on_malformed: Callable[[MalformedCommand], None],
+        on_malformed: Callable[[Exception], None],
     ) -> None:
         self._channel = channel
         self._on_end = on_end
@@ -131,7 +131,7 @@ class AgentConnection:
                 while (command := _read_command(stream.read)) is not None:
                     was_shutdown = was_shutdown or isinstance(command, Shutdown)
                     self._inbox.put(command)
-        except MalformedCommand as error:
+        except (MalformedCommand, MemoryError) as error:  # the stream cannot be followed without a command
             self._on_malformed(error)
             return
         except OSError:
@@ -363,8 +363,8 @@ def _exit_at_end(was_shutdown: bool) -> NoReturn:
     os._exit(EngineExitCode.DONE if was_shutdown else EngineExitCode.ORPHANED)
 
 
-def _exit_malformed(error: MalformedCommand) -> NoReturn:
-    log.error("command.refused", message=str(error))
+def _exit_malformed(error: Exception) -> NoReturn:
+    log.error("command.refused", message=str(error) or type(error).__name__)
     os._exit(EngineExitCode.BAD_INPUT)
 
 

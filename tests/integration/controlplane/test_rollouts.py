@@ -288,8 +288,8 @@ async def test_a_final_rollout_is_reverted_by_any_control_plane(serving: Plane) 
     for _ in range(2):
         answer = await serving.call("RevertRollout", request)
         assert isinstance(answer, pb.RevertRolloutResponse)
-        assert answer.rollout.phase == pb.ROLLOUT_PHASE_REVERTED
-        assert [entry.what for entry in answer.rollout.history] == ["REVERTED"]
+        assert answer.rollout.phase == pb.ROLLOUT_PHASE_RESTORING
+        assert [entry.what for entry in answer.rollout.history] == ["REVERTED_BY_OPERATOR"]
     stored = await serving.store.get(DEPLOYMENTS + "chat")
     assert stored is not None
     assert load(stored.value, Deployment).version_digest == DIGEST

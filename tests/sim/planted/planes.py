@@ -116,6 +116,13 @@ class MissesCutovers(GatewayNode):
         return _Frozen(self.routes)
 
 
+class MissesReverts(GatewayNode):
+    """Keeps the split of a final candidate, and sends to it."""
+
+    def make_splits(self) -> Splits:
+        return _FrozenOnceFinal(self.routes)
+
+
 class SwapsVersions(GatewayNode):
     """Starts one sequence in three on the other version, where a worker has it."""
 
@@ -208,6 +215,14 @@ class _Frozen(Splits):
         self, route: ModelRoute, caller: SplitCaller | None, *, serves: Callable[[str], bool]
     ) -> RouteArm:
         return route.stable
+
+
+class _FrozenOnceFinal(_Frozen):
+    def of(self, model: str) -> Versioned[ModelRoute] | None:
+        found = Splits.of(self, model)
+        if found is not None and found.record.stable.version_digest == CANDIDATE:
+            self.__dict__.setdefault("first", found)
+        return self.__dict__.get("first", found)
 
 
 class _Swapping:

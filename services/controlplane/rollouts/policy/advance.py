@@ -3,7 +3,8 @@
 The order of what decides: a crash bound, a burn alert or a failed gate rolls back, also while paused; then
 an operator's promotion; then the hold, the gate and the replicas of the next step. The soak is judged like a
 step, by what the stable version did before it. ROLLING_BACK ends when no worker has a candidate, FINISHING
-when every live worker refuses what was resolved before it: the old version may then stay warm.
+when every live worker refuses what was resolved before it: the old version may then stay warm. A revert of
+what is final withdraws the candidates likewise, once the version before serves.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class RolloutFacts:
     unmeasured: str = ""  # what the stable version has too little of for a comparison; empty: nothing
     route_revision: int = 0  # revision of the stored route; 0: none
     unfenced: tuple[str, ...] = ()  # live workers that have not confirmed it for a version that left
+    version_digest: str = ""  # version of the deployment
 
     def arm(self, name: str) -> ArmFacts:
         return self.arms.get(name, ArmFacts())
@@ -120,8 +122,9 @@ def unfenced_on(
     """Return the live workers that have, or are assigned, a version that left and have not confirmed that
     they refuse the requests that were resolved for it before ``route_revision``.
     """
-    final = rollout.final_arm.version_digest
-    left = {rollout.stable_digest, *(arm.version_digest for arm in rollout.arms)} - {final}
+    is_back = rollout.phase is RolloutPhase.WITHDRAWING
+    stays = rollout.stable_digest if is_back else rollout.final_arm.version_digest
+    left = {rollout.stable_digest, *(arm.version_digest for arm in rollout.arms)} - {stays}
 
     def is_open(version: AssignedVersion | LoadedVersion) -> bool:
         mine = version.deployment == rollout.deployment and version.version_digest in left
@@ -144,8 +147,10 @@ def advance(rollout: Rollout, facts: RolloutFacts, reports: Reports, now_unix_s:
             return _running(rollout, facts, reports, now_unix_s)
         case RolloutPhase.SOAKING:
             return _soaking(rollout, facts, reports, now_unix_s)
-        case RolloutPhase.FINISHING:
+        case RolloutPhase.FINISHING | RolloutPhase.WITHDRAWING:
             return _once_fenced(rollout, facts, now_unix_s)
+        case RolloutPhase.RESTORING:
+            return _once_restored(rollout, facts, now_unix_s)
         case RolloutPhase.ROLLING_BACK:
             return _once_gone(rollout, facts, now_unix_s)
         case _:
@@ -291,15 +296,36 @@ def _soak(rollout: Rollout, now_unix_s: float) -> Rollout:
 
 
 def _once_fenced(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
-    """Return the rollout as cut over once every live worker refuses what was resolved before."""
-    name, revision = rollout.final_arm.name, facts.route_revision
+    """Return the rollout as cut over or reverted once every live worker refuses what was resolved before."""
+    is_back, revision = rollout.phase is RolloutPhase.WITHDRAWING, facts.route_revision
+    name, what = (STABLE, "serves again") if is_back else (rollout.final_arm.name, "is final")
     if facts.unfenced or not revision:
         some = ", ".join(facts.unfenced[:_NAMED])
-        message = f"{name} is final; not yet confirmed by {len(facts.unfenced)} workers: {some}"
+        message = f"{name} {what}; not yet confirmed by {len(facts.unfenced)} workers: {some}"
         return replace(rollout, message=message)
-    message = f"cut over: from route revision {revision} on every new request is answered by {name}"
-    event = RolloutEvent(now_unix_s, "CUT_OVER", message)
+    message = f"from route revision {revision} on every new request is answered by {name}"
+    if is_back:
+        event = RolloutEvent(now_unix_s, RolloutPhase.REVERTED.name, message)
+        return _entered(rollout, RolloutPhase.REVERTED, event)
+    event = RolloutEvent(now_unix_s, "CUT_OVER", f"cut over: {message}")
     return replace(_entered(rollout, RolloutPhase.COMPLETED, event), cutover_revision=revision)
+
+
+def _once_restored(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:
+    """Return the rollout as withdrawing its candidates once the version before serves in their place.
+
+    It ends where the deployment got yet another version: nothing is to be restored then.
+    """
+    if facts.version_digest != rollout.stable_digest:
+        message = "the deployment got another version meanwhile"
+        event = RolloutEvent(now_unix_s, RolloutPhase.REVERTED.name, message)
+        return _entered(rollout, RolloutPhase.REVERTED, event)
+    before = max((facts.arm(arm.name).ready for arm in rollout.arms), default=0)
+    ready, needed = facts.arm(STABLE).ready, min(max(1, facts.replicas), before)
+    if ready < needed:
+        return replace(rollout, message=f"{ready} of {needed} replicas of the version before are READY")
+    event = RolloutEvent(now_unix_s, "RESTORED", "the version before serves every new request")
+    return _entered(rollout, RolloutPhase.WITHDRAWING, event)
 
 
 def _once_gone(rollout: Rollout, facts: RolloutFacts, now_unix_s: float) -> Rollout:

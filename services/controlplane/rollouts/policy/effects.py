@@ -138,8 +138,11 @@ def _weight_while_moving(rollout: Rollout, replicas: int) -> int:
 
 
 def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
-    """Return the route while the rollout is in its state, None for none. ``replicas``: the deployment's."""
-    if rollout.ended:
+    """Return the route while the rollout is in its state, None for none. ``replicas``: the deployment's.
+
+    A version is restored as by an update, which needs memory for both versions on no worker.
+    """
+    if rollout.ended or rollout.phase is RolloutPhase.RESTORING:
         return None
     salt = rollout.salt
     final = rollout.final_arm
@@ -151,14 +154,14 @@ def route_of(rollout: Rollout, replicas: int) -> ModelRoute | None:
         )
         return ModelRoute(rollout.deployment, salt, arms, rollout.rules)
     weights = weights_of(rollout)
-    by_worker = rollout.by_worker and rollout.phase is not RolloutPhase.ROLLING_BACK
+    closed = rollout.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.WITHDRAWING)
+    by_worker = rollout.by_worker and not closed
     stable_replicas = replicas
     if by_worker:
         moving = replicas_of_arm(rollout, final.name, replicas)
         stable_replicas = max(1, replicas - moving)
         if rollout.phase is RolloutPhase.RUNNING and moving > replicas_by_worker(rollout.weight_bp, replicas):
             weights = {final.name: _weight_while_moving(rollout, replicas)}
-    closed = rollout.phase is RolloutPhase.ROLLING_BACK
     kv = {arm.name: 0 if closed else kv_bp_of(rollout, arm.name) for arm in rollout.arms}
     stable_kv_bp = max(_STABLE_KV_BP, WHOLE_BP - sum(kv.values()))
     stable_bp = WHOLE_BP - sum(weights.values())
@@ -237,10 +240,12 @@ def kept_versions(rollouts: Iterable[Rollout], deployments: Iterable[Deployment]
 
 
 def deployment_of(rollout: Rollout, deployment: Deployment) -> Deployment:
-    """Return the deployment: with the candidate once the rollout is final, as before once it is reverted."""
-    if rollout.phase is RolloutPhase.REVERTED:
-        return replace(deployment, version=rollout.stable_version, version_digest=rollout.stable_digest)
-    if rollout.phase is not RolloutPhase.FINISHING:
-        return deployment
-    final = rollout.final_arm
-    return replace(deployment, version=final.version, version_digest=final.version_digest)
+    """Return the deployment: with the candidate once the rollout is final, as before while it is reverted."""
+    match rollout.phase:
+        case RolloutPhase.FINISHING:
+            final = rollout.final_arm
+            return replace(deployment, version=final.version, version_digest=final.version_digest)
+        case RolloutPhase.RESTORING | RolloutPhase.WITHDRAWING:
+            return replace(deployment, version=rollout.stable_version, version_digest=rollout.stable_digest)
+        case _:
+            return deployment

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from services.controlplane.objectives.policy.gates import GateMetric
 from services.controlplane.rollouts.policy.advance import accepted, rolled_back
 from services.controlplane.rollouts.records import (
     ABORTABLE,
+    UNDONE,
     Rollout,
     RolloutEvent,
     RolloutPhase,
@@ -17,8 +17,6 @@ from services.controlplane.rollouts.records import (
 )
 from services.core.errors import FailedPrecondition, InvalidInput
 from services.core.rollouts.routes import WHOLE_BP
-
-_UNDONE: Final = (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED, RolloutPhase.REVERTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Promotion:
 
 def abort(rollout: Rollout, reason: str, now_unix_s: float) -> Rollout:
     """Return it with all new requests on the stable version. Raises FailedPrecondition once it is final."""
-    if rollout.phase in _UNDONE:
+    if rollout.phase in UNDONE:
         return rollout
     _require(rollout, rollout.phase in ABORTABLE, "aborted")
     message = f"aborted by an operator: {reason}" if reason else "aborted by an operator"
@@ -49,13 +47,13 @@ def revert(rollout: Rollout, reason: str, now_unix_s: float) -> Rollout:
     Once the candidate is the deployment's version, an update brings the version before back: what is still
     loaded of it serves at once, and the candidate until then.
     """
-    if rollout.phase in _UNDONE:
+    if rollout.phase in UNDONE:
         return rollout
     if rollout.phase in ABORTABLE:
         return abort(rollout, reason, now_unix_s)
     message = f"reverted by an operator: {reason}" if reason else "reverted by an operator"
-    event = RolloutEvent(now_unix_s, "REVERTED", message)
-    return replace(rollout.noted(event), phase=RolloutPhase.REVERTED, phase_unix_s=now_unix_s)
+    event = RolloutEvent(now_unix_s, "REVERTED_BY_OPERATOR", message)
+    return replace(rollout.noted(event), phase=RolloutPhase.RESTORING, phase_unix_s=now_unix_s)
 
 
 def pause(rollout: Rollout, now_unix_s: float) -> Rollout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.process import AgentConnection, EngineExitCode, step_until_stopped
+from services.worker.engine.process import MALLOC_OPTIONS, AgentConnection, EngineExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     Cancel,
@@ -205,6 +206,17 @@ def test_a_malformed_command_ends_it(start: Any, raw: bytes) -> None:
     agent.channel.sendall(raw)
     assert agent.exit_code() == EngineExitCode.BAD_INPUT
     assert "command.refused" in agent.log.read_text()
+
+
+def test_a_command_without_memory_for_it_ends_it(start: Any) -> None:
+    """Otherwise it would go on without ever receiving another one."""
+    agent = start()
+    agent.ready()
+    resource.prlimit(agent.process.pid, resource.RLIMIT_DATA, (0, 0))
+    size_bytes = MALLOC_OPTIONS[-1][1] + 1  # so large that the allocator takes it from the kernel
+    agent.channel.sendall(LENGTH_PREFIX.pack(size_bytes))
+    assert agent.exit_code() == EngineExitCode.BAD_INPUT
+    assert "MemoryError" in agent.log.read_text()
 
 
 def test_a_handle_that_is_live_ends_it(start: Any, submit: Any) -> None:

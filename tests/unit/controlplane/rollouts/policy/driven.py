@@ -80,6 +80,7 @@ class Driven:
             unmeasured=self.unmeasured,
             route_revision=revision,
             unfenced=unfenced,
+            version_digest=self.fleet.wanted.version_digest,
         )
 
     @property

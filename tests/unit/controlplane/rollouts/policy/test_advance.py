@@ -142,8 +142,8 @@ def test_what_is_final_is_not_aborted() -> None:
 
 @pytest.mark.parametrize("phase", RolloutPhase)
 def test_a_revert_is_possible_in_every_phase_and_a_version_serves_meanwhile(phase: RolloutPhase) -> None:
-    if phase is RolloutPhase.REVERTED:
-        return
+    if phase in (RolloutPhase.RESTORING, RolloutPhase.WITHDRAWING, RolloutPhase.REVERTED):
+        return  # of a revert
     driven = Driven(rollout())
     driven.until(
         RolloutPhase.RUNNING if phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.ABORTED) else phase

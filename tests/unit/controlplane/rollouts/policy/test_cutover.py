@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from services.controlplane.policy.assign import KeptVersion
 from services.controlplane.rollouts.policy.advance import advance, unfenced_on
-from services.controlplane.rollouts.policy.effects import kept_versions
+from services.controlplane.rollouts.policy.effects import deployment_of, kept_versions
 from services.controlplane.rollouts.policy.operate import revert
 from services.controlplane.rollouts.records import RolloutPhase
 from services.core.records import AssignedVersion, Assignment, LoadedVersion, VersionState, Worker
@@ -52,6 +52,43 @@ def test_a_worker_without_a_lease_is_not_waited_for_and_an_assigned_one_is() -> 
     assert unfenced_on(found, [Worker("w0", "", versions=(confirmed,))], fenced, 9) == ()
     other = replace(loaded, deployment="e")
     assert unfenced_on(found, [Worker("w0", "", versions=(other,))], [], 9) == ()
+
+
+def test_a_revert_is_acknowledged_once_every_live_worker_confirms_the_fence_of_the_candidate() -> None:
+    driven = Driven(rollout())
+    driven.until(RolloutPhase.COMPLETED)
+    driven.operate(lambda one: revert(one, "", driven.now_s))
+    assert (driven.phase, driven.routes[-1]) == (RolloutPhase.RESTORING, None)
+    driven.until(RolloutPhase.WITHDRAWING)
+    assert driven.fleet.ready(OLD) == 2
+    assert driven.weight_bp() == 0
+    held = [one for each in driven.fleet.assignments.values() for one in each.versions if one.retiring]
+    revision = driven.facts.route_revision
+    fences = {(one.version_digest, one.least_route_revision, one.successor_digest) for one in held}
+    assert fences == {(NEW, revision, OLD)}
+    driven.fleet.workers["w1"].fences.clear()  # its assignment has the fence, and it does not report it
+    waiting = advance(driven.rollout, driven.facts, {}, driven.now_s)
+    assert (waiting.phase, "by 1 workers: w1" in waiting.message) == (RolloutPhase.WITHDRAWING, True)
+    driven.until(RolloutPhase.REVERTED)
+    assert driven.whats()[-3:] == ["REVERTED_BY_OPERATOR", "RESTORED", "REVERTED"]
+    driven.tick(20)
+    assert (driven.fleet.digests(), driven.fleet.ready(OLD), driven.routes[-1]) == ({OLD}, 2, None)
+
+
+def test_a_revert_waits_for_the_version_before_and_ends_where_the_deployment_got_another() -> None:
+    driven = Driven(rollout(keep_warm_s=0.0))
+    driven.until(RolloutPhase.COMPLETED)
+    driven.tick(30)
+    assert driven.fleet.digests() == {NEW}
+    driven.operate(lambda one: revert(one, "", driven.now_s))
+    driven.tick()
+    assert driven.phase is RolloutPhase.RESTORING
+    assert "0 of 2 replicas of the version before are READY" in driven.rollout.message
+    updated = advance(driven.rollout, replace(driven.facts, version_digest=OTHER), {}, driven.now_s)
+    assert (updated.phase, updated.history[-1].what) == (RolloutPhase.REVERTED, "REVERTED")
+    assert "another version" in updated.message
+    assert deployment_of(updated, deployment(OTHER, 2)).version_digest == OTHER
+    driven.until(RolloutPhase.REVERTED)
 
 
 def test_the_version_before_is_kept_while_its_rollout_is_the_newest_final_one() -> None:
