@@ -1,4 +1,4 @@
-"""A version takes over the engine process of the one before while streams run: no token is of mixed weights."""
+"""A version takes over the engine of the one before while streams run: no token is of mixed weights."""
 
 from __future__ import annotations
 
