@@ -919,6 +919,7 @@ class Deployment(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SCALING_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A digest or a tag; resolved to a digest when it is applied."""
@@ -955,6 +956,14 @@ class Deployment(_message.Message):
     def scaling(self) -> Global___Scaling:
         """Within it the replicas follow the load, in place of the number above. Absent: the number holds."""
 
+    @_builtins.property
+    def in_place(self) -> _duration_pb2.Duration:
+        """An update replaces the weights in the engines of the version before, which then has no second copy in
+        memory: only of executors torch and vllm, and only where nothing else of the versions differs. Running
+        requests have this long to finish, while new ones wait; then those without output start over on the new
+        version, the others end with VERSION_GONE. Absent: the new version is loaded beside the one before.
+        """
+
     def __init__(
         self,
         *,
@@ -973,10 +982,11 @@ class Deployment(_message.Message):
         pipeline_parallel: _builtins.int = ...,
         tenant: _builtins.str = ...,
         scaling: Global___Scaling | None = ...,
+        in_place: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "price", b"price", "scaling", b"scaling", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "metadata", b"metadata", "price", b"price", "scaling", b"scaling", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "scaling", b"scaling", "status", b"status", "tenant", b"tenant", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["executor", b"executor", "in_place", b"in_place", "metadata", b"metadata", "model", b"model", "node_selector", b"node_selector", "output_form", b"output_form", "pipeline_parallel", b"pipeline_parallel", "price", b"price", "priority", b"priority", "replicas", b"replicas", "scaling", b"scaling", "status", b"status", "tenant", b"tenant", "tensor_parallel", b"tensor_parallel", "version", b"version", "version_digest", b"version_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

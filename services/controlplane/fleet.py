@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -127,7 +127,7 @@ def readable(entry: Entry, kind: type[R]) -> R | None:
 def decode(entry: Entry) -> FleetRecord | None:
     """Return the record of a fleet key, None for every other key."""
     if entry.key.startswith(DEPLOYMENTS):
-        return load(entry.value, Deployment)
+        return replace(load(entry.value, Deployment), revision=entry.mod_revision)
     if entry.key.startswith(SCALED):
         return load(entry.value, Scaled)
     if entry.key.startswith(WORKERS):

@@ -153,6 +153,12 @@ class EngineNotInstalled(FailedPrecondition):
     reason = "ENGINE_NOT_INSTALLED"
 
 
+class NotReplaceable(FailedPrecondition):
+    """The weights of the version before cannot be replaced in its engine by those of the new one."""
+
+    reason = "NOT_REPLACEABLE"
+
+
 class ResultExpired(FailedPrecondition):
     """The request of this idempotency key was run, and its output is no longer stored."""
 

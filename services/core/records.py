@@ -287,6 +287,11 @@ class Deployment:
     pipeline_parallel: int = 1  # groups of devices that follow each other
     tenant: str = ""  # the tenant whose nodes run it; empty: shared nodes
     scaling: Scaling | None = None  # bounds within which its replicas follow the load; None: ``replicas``
+    # Time in which running requests may finish before an update replaces the weights in their engines; None:
+    # an update loads its version beside the one before.
+    in_place_s: float | None = None
+    # Revision of the stored record, as the planner read it; 0 elsewhere.
+    revision: int = field(default=0, compare=False)
 
     def scaled_by(self, decided: Scaled | None) -> Deployment:
         """Return it with the replicas that were decided for it, if it has bounds."""
@@ -442,6 +447,15 @@ class ObjectiveStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlace:
+    """How a version takes over the engine of its deployment's version before."""
+
+    finish_s: float  # time in which running requests may finish before they are returned
+    # Requests for the version before that were resolved at an older revision get this version.
+    route_revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class AssignedVersion:
     """A version that a worker runs for a deployment."""
 
@@ -469,6 +483,7 @@ class AssignedVersion:
     tensor_parallel: int = 1  # devices that share each layer
     pipeline_parallel: int = 1  # groups of devices that follow each other
     owner: str = ""  # the owner of the deployment, as its idle time is charged
+    in_place: InPlace | None = None  # how it replaces the weights of the version before; None: it does not
 
     @property
     def engine(self) -> tuple[str, int, int]:

@@ -173,6 +173,16 @@ class DropAdapter(EngineMessage, frozen=True):
     adapter: int
 
 
+class ReplaceWeights(EngineMessage, frozen=True):
+    """Compute with the weights of another folder, and forget all KV. ``WeightsReplaced`` or
+    ``WeightsRefused`` answers.
+
+    Every sequence has ended or was cancelled before. The files differ in the weights' values alone.
+    """
+
+    folder: str  # folder of the weights
+
+
 class RunBatch(EngineMessage, frozen=True):
     """Run these rows of a fixed-cost model as one batch. ``BatchRan`` or ``BatchRaised`` answers.
 
@@ -189,7 +199,19 @@ class Shutdown(EngineMessage, frozen=True):
     """End the process after the current step."""
 
 
-Command = Submit | Credit | Park | Cancel | Resize | Pace | LoadAdapter | DropAdapter | RunBatch | Shutdown
+Command = (
+    Submit
+    | Credit
+    | Park
+    | Cancel
+    | Resize
+    | Pace
+    | LoadAdapter
+    | DropAdapter
+    | ReplaceWeights
+    | RunBatch
+    | Shutdown
+)
 
 # --- engine to agent -----------------------------------------------------------------------------
 
@@ -369,6 +391,20 @@ class AdapterRefused(EngineMessage, frozen=True):
     reason: Literal["adapter_refused", "does_not_fit"] = "adapter_refused"
 
 
+class WeightsReplaced(EngineMessage, frozen=True):
+    """Sequences are computed with the new weights from now on; no KV of the old ones is left."""
+
+    pause_s: float  # time in which no step could run
+
+
+class WeightsRefused(EngineMessage, frozen=True):
+    """The weights cannot be replaced. If nothing was changed the engine goes on, otherwise it exits."""
+
+    reason: str  # stable word
+    message: str
+    changed: bool = False  # whether some of the old weights are gone
+
+
 class BatchRan(EngineMessage, frozen=True):
     """The outputs of a batch, in the order of its rows."""
 
@@ -395,6 +431,8 @@ Event = (
     | Resized
     | AdapterLoaded
     | AdapterRefused
+    | WeightsReplaced
+    | WeightsRefused
     | BatchRan
     | BatchRaised
 )

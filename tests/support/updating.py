@@ -37,10 +37,13 @@ class Served:
 
 @dataclass(slots=True)
 class Traffic:
-    """Clients that stream one request after another. ``texts``: the one output of each (prompt, tokens)."""
+    """Clients that stream one request after another.
+
+    ``texts``: the one output of each (digest of the weights, prompt, tokens).
+    """
 
     served: list[Served] = field(default_factory=list)
-    texts: dict[tuple[str, int], str] = field(default_factory=dict)
+    texts: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -90,12 +93,13 @@ class Traffic:
         )
         generation.sampling.temperature = 0.0
         began_s, first_s, digest, text, count = time.monotonic(), 0.0, "", "", 0
+        weights = ""
         try:
             async for event in stub.Generate(
                 pb.GenerateRequest(generation=generation), metadata=metadata(stack.api_key), timeout=TIMEOUT_S
             ):
                 if event.HasField("accepted"):
-                    digest = event.accepted.version_digest
+                    digest, weights = event.accepted.version_digest, event.accepted.weights_digest
                 elif event.HasField("chunk"):
                     first_s = first_s or time.monotonic()
                     text += event.chunk.text
@@ -103,7 +107,7 @@ class Traffic:
         except grpc.aio.AioRpcError as error:
             return Served(began_s, 0.0, digest, f"{error.code().name}: {error.details()}")
         failure = "" if count == tokens else f"{count} of {tokens} tokens"
-        if self.texts.setdefault((prompt, tokens), text) != text:
+        if self.texts.setdefault((weights, prompt, tokens), text) != text:
             failure = failure or "another text than before"
         return Served(began_s, first_s - began_s, digest, failure)
 

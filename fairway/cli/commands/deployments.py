@@ -84,10 +84,27 @@ OutputFormOption = Annotated[
 ]
 
 
+def _in_place(text: str | float) -> float:
+    """Return the seconds; those below 0 stand for off."""
+    return OFF if text in ("off", OFF) else span_s(text)
+
+
+InPlaceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--in-place",
+        parser=_in_place,
+        metavar="TIME|off",
+        help="Updates replace weights in the running engines; requests have this long to finish. 0s: none.",
+    ),
+]
+
+
 def _price(flag: str, help_: str) -> object:
     return Annotated[int | None, typer.Option(flag, parser=money, metavar="AMOUNT", help=help_)]
 
 
+OFF: Final = -1.0
 PRICES: Final = OptionGroup(
     "price",
     "",
@@ -152,6 +169,13 @@ def _set_scaling(deployment: cp.Deployment, given: Mapping[str, Any]) -> None:
             deployment.scaling.idle.FromMilliseconds(round(value * 1000))
         else:
             setattr(deployment.scaling, name, value)
+
+
+def _set_in_place(deployment: cp.Deployment, seconds: float | None) -> None:
+    if seconds == OFF:
+        deployment.ClearField("in_place")
+    elif seconds is not None:
+        deployment.in_place.FromMilliseconds(round(seconds * 1000))
 
 
 def _prices(deployment: cp.Deployment) -> str:
@@ -251,6 +275,7 @@ async def create(
     prefill_replicas: PrefillReplicasOption = None,
     output_form: OutputFormOption = None,
     tenant: TenantOption = None,
+    in_place: InPlaceOption = None,
     label: LabelOption = None,
     wait: WaitOption = False,
     output: OutputOption = Format.TABLE,
@@ -274,6 +299,7 @@ async def create(
     )
     _set_price(wanted, price)
     _set_scaling(wanted, scaling)
+    _set_in_place(wanted, in_place)
     creation = connection.admin.deployments.create(wanted)
     made = await checked(creation, what=f"cannot create the deployment {name}")
     await _show(connection, made, wait, output)
@@ -288,6 +314,7 @@ async def create(
         "fairway deployments update chat --version latest    # follow a tag that moved",
         "fairway deployments update chat --selector gpu=h100 --priority interactive",
         "fairway deployments update chat --output-price 2",
+        "fairway deployments update chat --version v4 --in-place 20s",
         "fairway deployments update chat --min-replicas 1 --max-replicas 6",
     ),
     groups=(PRICES, SCALING),
@@ -309,6 +336,7 @@ async def update(
     pipeline_parallel: PipelineParallelOption = 0,
     output_form: OutputFormOption = None,
     tenant: TenantOption = None,
+    in_place: InPlaceOption = None,
     label: LabelOption = None,
     etag: EtagOption = "",
     wait: WaitOption = False,
@@ -346,6 +374,7 @@ async def update(
             deployment.tenant = tenant
         _set_price(deployment, price)
         _set_scaling(deployment, scaling)
+        _set_in_place(deployment, in_place)
         replace_labels(deployment.metadata, label)
 
     changed = connection.admin.deployments.change(name, change, etag=etag)

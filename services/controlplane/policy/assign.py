@@ -21,6 +21,9 @@ while the previous one serves. The previous version retires once the new one tak
 Where no worker has memory for both, the previous version is removed from one worker at a time, and only
 while another worker serves the deployment. If none does, it stays.
 
+An update in place loads nothing beside: the new version is placed where the previous one is, and takes its
+engine over.
+
 A node that is assigned to a tenant runs only deployments of that tenant, and these run on no other node
 (``Host.admits``). What a node may no longer run is removed at once, whether or not it is READY elsewhere:
 isolation goes before capacity.
@@ -51,6 +54,7 @@ from services.core.records import (
     AssignedVersion,
     Assignment,
     Deployment,
+    InPlace,
     Node,
     Objective,
     VersionState,
@@ -242,6 +246,9 @@ def _settle(
     is_arm = name != version.deployment
     route = None if split is None else split.route
     version = replace(version, kv_share=kv_share_of(route, version.version_digest))
+    if split is None and not is_arm and deployment.in_place_s is not None:
+        version = replace(version, in_place=InPlace(deployment.in_place_s, deployment.revision + 1))
+        _place_in_place(deployment, version, hosts)
     if not is_arm:
         retire_previous(deployment, version, hosts, split, kept)
     for host in hosts:
@@ -276,6 +283,23 @@ def _settle(
     moving.sort(key=lambda host: not host.live)  # prefer live workers among those that keep serving
     _remove_moving(moving, name, keep=missing + sum(not host.ready(version) for host in staying))
     return Unplaced(name, missing, rejected) if missing else None
+
+
+def _place_in_place(deployment: Deployment, version: AssignedVersion, hosts: Sequence[Host]) -> None:
+    """Place a version where the one before is, in whose engine it replaces the weights: that needs no
+    memory."""
+    name = deployment.meta.name
+    for host in hosts:
+        before = host.before.get(name, ())
+        serving = next((one.version_digest for one in before if not one.retiring), "")
+        if not serving:
+            continue
+        shared = host.engines.get(serving) or serving
+        host.engines = {**host.engines, serving: shared, version.version_digest: shared}
+        placed = sum(name in one.held for one in hosts)
+        if host.live and placed < deployment.replicas and not host.rejection(deployment):
+            host.held[name] = version
+            host.reasons.append(f"{name}: placed in the engine of the version before")
 
 
 def _version_of(deployment: Deployment) -> AssignedVersion:

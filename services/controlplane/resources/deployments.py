@@ -45,6 +45,7 @@ from services.runtime.version_trust import VersionTrust
 log = structlog.get_logger()
 DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
 MAX_REVISIONS: Final = 32
+_WITH_WEIGHTS: Final = ("torch", "vllm")  # executors that can replace the weights of a version
 _SEE_VERSIONS: Final = "see `fairway models versions"
 
 
@@ -248,6 +249,11 @@ class Deployments:
             raise InvalidInput(
                 f"executor {executor} runs on one device: tensor_parallel and pipeline_parallel are for vllm",
                 field="deployment.tensor_parallel",
+            )
+        if deployment.in_place_s is not None and executor not in _WITH_WEIGHTS:
+            raise InvalidInput(
+                f"executor {executor} has no weights to replace in place: leave in_place out",
+                field="deployment.in_place",
             )
         return replace(deployment, version_digest=version.digest, executor=executor), together
 

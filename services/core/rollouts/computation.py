@@ -16,6 +16,7 @@ import msgspec
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.limits import POLICY_NAME
+from fairway.formats.probe import PROBE
 from fairway.formats.tokenizer_files import FILES, TOKENIZER, read_tokenizer_files
 from fairway.formats.version_files import ADAPTER_FILES
 from services.core.manifest import Manifest, sha256_of
@@ -34,6 +35,7 @@ _TEXT_FILES: Final = frozenset(
     }
 )
 _PROSE: Final = ".md"
+_WEIGHTS: Final = (".safetensors", ".safetensors.index.json")
 
 
 def computation_digest(manifest: Manifest, contents: Mapping[str, bytes]) -> str:
@@ -52,6 +54,23 @@ def computation_digest(manifest: Manifest, contents: Mapping[str, bytes]) -> str
     declared = _declared(contents)
     parts = (manifest.kind, manifest.max_context_tokens, eos, files, *((declared,) if declared else ()))
     return sha256_of(json.dumps(parts).encode())
+
+
+def parts_but_weights(manifest: Manifest, contents: Mapping[str, bytes]) -> dict[str, str]:
+    """Return what an engine of the version computes with but its weights, by name. Arguments as above."""
+    files = {
+        file.path: file.digest
+        for file in manifest.files
+        if file.path not in _TEXT_FILES
+        and not file.path.lower().endswith(_PROSE)
+        and ("/" in file.path or file.path == PROBE or not file.path.endswith(_WEIGHTS))
+    }
+    return files | {
+        "kind": manifest.kind,
+        "max_context_tokens": str(manifest.max_context_tokens),
+        "end-of-sequence ids": str(_eos_of(contents.get(GENERATION_CONFIG, b""))),
+        "declared tokens": _declared(contents),
+    }
 
 
 def _declared(contents: Mapping[str, bytes]) -> str:

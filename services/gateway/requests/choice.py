@@ -18,6 +18,7 @@ from services.core.generation import (
     AnyGrant,
     FallbackGrant,
     FinishReason,
+    NotAdmittedReason,
     PlaceSpec,
     SequenceEnd,
     StartSpec,
@@ -31,6 +32,7 @@ from services.gateway.requests.attempts import (
     Lost,
     Outcome,
     SequenceAttempts,
+    StartRefused,
     is_not_finite,
     placed,
 )
@@ -209,16 +211,18 @@ class ChoiceRun(SequenceAttempts):
             now_s = self._clock.monotonic_s()
             if serves(spec.model, spec.version_digest):
                 served_s = now_s
-            if now_s - served_s < GONE_AFTER_S:
-                return None
-            return VersionGone(
-                f"{spec.model} withdrew version {spec.version_digest} and lost its last worker before the "
-                "output ended; send the request again",
-                model=spec.model,
-                version_digest=spec.version_digest,
-            )
+            return None if now_s - served_s < GONE_AFTER_S else self._version_gone()
 
         return gone
+
+    def _version_gone(self) -> VersionGone:
+        spec = self._spec
+        return VersionGone(
+            f"{spec.model} withdrew version {spec.version_digest} and lost its last worker before the "
+            "output ended; send the request again",
+            model=spec.model,
+            version_digest=spec.version_digest,
+        )
 
     def _place_spec(self) -> PlaceSpec:
         request, spec = self._request, self._spec
@@ -305,6 +309,8 @@ class ChoiceRun(SequenceAttempts):
 
         Raises another error that ends the choice.
         """
+        if self.begun and outcome == StartRefused(NotAdmittedReason.STALE_ROUTE):
+            raise self._version_gone()  # a worker that had the version has another's weights in its place
         if isinstance(outcome, SequenceEnd):
             self._record_use(outcome)
             if self._held and outcome.reason is FinishReason.SLOW_READER:

@@ -130,7 +130,9 @@ DEPLOYMENT: Final = Mirror(
         "pipeline_parallel": Pair("pipeline_parallel", zero=True),
         "price": Mirror(Price, pb.Price).one("price", unset=True),
         "scaling": SCALING.one("scaling", unset=True),
+        "in_place_s": Pair("in_place", duration_of, seconds_of, unset=True),
     },
+    apart=("revision",),
 )
 REASON: Final = Mirror(ScalingReason, pb.ScalingReason)
 SCALED: Final = Mirror(

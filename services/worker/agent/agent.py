@@ -51,6 +51,7 @@ from services.worker.policy.lifecycle import (
     Slot,
     VersionPhase,
     plan,
+    users_of,
     wanted,
     withdrawals,
 )
@@ -291,6 +292,8 @@ class WorkerAgent:
         for digest, version in desired.items():
             if (slot := self._slots.get(digest)) is not None:
                 slot.pace(version.itl_target_s)
+                slot.in_place = version.in_place
+                slot.deployments = users_of(self._assigned.versions, digest)
         observed = {digest: slot.observed(drain_s=left_s) for digest, slot in self._slots.items()}
         self._share_memory(desired, observed)
         actions = plan(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from services.worker.engine.constrain.constraints import Constraints
-from services.worker.engine.execute.executor import Adapters, Batch, Executor, Samples
+from services.worker.engine.execute.executor import Adapters, Batch, Executor, Samples, WeightStore
 from services.worker.engine.live_sequences import Flight, LiveSequences, Outcome, Work
 from services.worker.engine.plan.block_manager import BlockPool
 from services.worker.engine.plan.planner import Planner, PlannerLimits
@@ -35,11 +35,15 @@ from services.worker.engine_protocol import (
     LoadAdapter,
     Pace,
     Park,
+    Progress,
+    ReplaceWeights,
     Resize,
     Resized,
     StepLink,
     Stepped,
     Submit,
+    WeightsRefused,
+    WeightsReplaced,
 )
 from services.worker.policy.prefill import PrefillBudget
 from services.worker.step_page import StepPage
@@ -143,6 +147,10 @@ class LoadedAdapters:
             self._adapters.drop(number)
 
 
+class WeightsLost(Exception):
+    """A replacement failed halfway: the process has no whole weights and must end."""
+
+
 class DuplicateHandle(Exception):
     """The agent used the handle of a live sequence for another one."""
 
@@ -166,12 +174,13 @@ class Engine:
         page: StepPage | None = None,
         constraints: Constraints | None = None,
         adapters: Adapters | None = None,
+        weights: WeightStore | None = None,
         has_probe: bool = False,
     ) -> None:
         """``budget`` paces the prefill, ``reuse`` finds KV that earlier sequences left, ``speculation`` sets
         which tokens may come next, ``page`` receives the members of each step. Without ``constraints`` a
-        constrained sequence is refused, without ``adapters`` every adapter, and one with scores of a probe
-        unless the executor ``has_probe``."""
+        constrained sequence is refused, without ``adapters`` every adapter, without ``weights`` every
+        replacement, and a sequence with scores of a probe unless the executor ``has_probe``."""
         self.has_probe = has_probe
         self._executor = executor
         self._blocks = blocks
@@ -185,6 +194,8 @@ class Engine:
         self._page = page
         self._constraints = constraints
         self._adapters = LoadedAdapters(adapters)
+        self._weights = weights
+        self._send: Callable[[EngineMessage], None] = lambda _: None
         self._live = LiveSequences(self._planner)
         self._meter = StepMeter()
         self._arrivals = 0
@@ -212,7 +223,7 @@ class Engine:
         return self._model.max_model_len
 
     def apply(self, command: Command) -> None:
-        """Carry out a command of sequences between two steps. Raises DuplicateHandle."""
+        """Carry out a command between two steps. Raises DuplicateHandle, WeightsLost."""
         match command:
             case Submit():
                 self._submit(command)
@@ -235,6 +246,8 @@ class Engine:
                 self._adapters.load(command)
             case DropAdapter():
                 self._adapters.drop(command.adapter)
+            case ReplaceWeights():
+                self._replace_weights(Path(command.folder))
 
     def resized(self) -> Resized | None:
         """Continue a ``Resize`` between two steps; return its event once it has ended."""
@@ -243,7 +256,7 @@ class Engine:
 
     def connect(self, link: StepLink) -> None:
         """See ``process.StepLoop``."""
-        self._adapters.send = link.send
+        self._adapters.send = self._send = link.send
 
     def step(self) -> Stepped:
         """One forward pass. Same commands and same executor answers give the same events."""
@@ -278,6 +291,33 @@ class Engine:
         """Raise AssertionError if a block leaked or a live sequence is nowhere planned."""
         self._planner.check_integrity()
         assert len(self._live) == self._planner.running + self._planner.waiting, "a sequence was lost"
+
+    def _replace_weights(self, folder: Path) -> None:
+        """Replace the weights, or refuse it with nothing changed. Raises WeightsLost where it fails between.
+
+        The cached KV is dropped, and reported so, before a sequence can be computed with the new weights.
+        """
+        began_s = self._clock()
+        try:
+            if self._weights is None or self._adapters.loaded:
+                raise BadEngineConfig("this engine cannot replace its weights: load the version beside it")
+            if len(self._live):
+                raise BadEngineConfig(f"{len(self._live)} sequences run on the present weights")
+            self._weights.check_weights(folder)
+        except REFUSALS as error:
+            self._send(WeightsRefused(error.reason, str(error)))
+            return
+        while self._flight is not None:  # batches of sequences that were cancelled meanwhile
+            self._send(self.step())
+        try:
+            self._weights.replace_weights(folder, lambda done: self._send(Progress("weights", done)))
+        except REFUSALS as error:
+            self._send(WeightsRefused(error.reason, str(error), changed=True))
+            raise WeightsLost(error.reason) from error
+        if self._reuse is not None:
+            self._reuse.clear()
+        self._send(self.step())  # it reports the removed blocks
+        self._send(WeightsReplaced(self._clock() - began_s))
 
     def _submit(self, command: Submit) -> None:
         if command.handle in self._live:

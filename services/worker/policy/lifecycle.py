@@ -23,6 +23,7 @@ FINAL_REASONS: Final = frozenset(
         "FAILED_PRECONDITION",
         "INVALID_INPUT",
         "PROBE_FAILED",
+        "NOT_REPLACEABLE",
     }
 )
 
@@ -128,6 +129,13 @@ def wanted(assigned: Sequence[AssignedVersion]) -> dict[str, AssignedVersion]:
     return versions
 
 
+def users_of(assigned: Sequence[AssignedVersion], version_digest: str) -> frozenset[str]:
+    """Return the deployments that a version is assigned for and in which it does not retire."""
+    return frozenset(
+        one.deployment for one in assigned if one.version_digest == version_digest and not one.retiring
+    )
+
+
 def withdrawals(assigned: Sequence[AssignedVersion]) -> dict[str, Withdrawal]:
     """Return the withdrawn versions: of several deployments of a version, the most open one decides."""
     found: dict[str, AssignedVersion] = {}
@@ -169,7 +177,7 @@ def plan(
         if version is not None and version.retiring:
             warm = unix_s < version.warm_until_unix_s and not short
             leaving += _retire(slot, now_s, retire_s, warm=warm)
-        elif version is not None and version.engine == slot.version.engine:
+        elif version is not None and version.engine == slot.version.engine and not _reopens(slot, version):
             kept.append((version.priority.rank, slot))
         else:
             leaving += _remove(slot, now_s)
@@ -183,12 +191,25 @@ def plan(
             continue
         coming += [] if action is None else [action]
     known = {slot.version.version_digest for slot in observed}
+    replaced = {
+        desired[slot.version.version_digest].deployment
+        for _, slot in kept
+        if slot.phase is VersionPhase.READY and desired[slot.version.version_digest].in_place is not None
+    }
     coming += [
         Fetch(version)
         for digest, version in sorted(desired.items())
-        if digest not in known and not version.retiring
+        if digest not in known
+        and not version.retiring
+        # The engine of a version that was replaced has the weights of its successor.
+        and not (version.served and version.deployment in replaced)
     ]
     return (*leaving, *coming)
+
+
+def _reopens(slot: Slot, version: AssignedVersion) -> bool:
+    """Return whether an operator changed how a version is loaded that failed for good."""
+    return slot.final and (version.in_place is None) != (slot.version.in_place is None)
 
 
 def _keep(slot: Slot, now_s: float, free_bytes: int) -> Action | None:

@@ -47,6 +47,8 @@ from services.worker.engine_protocol import (
     Resized,
     Shutdown,
     Stepped,
+    WeightsRefused,
+    WeightsReplaced,
     decode_event,
     encode,
 )
@@ -168,6 +170,7 @@ class EngineEvents:
     on_heartbeat: Callable[[EngineHeartbeat], None] = _unused
     on_resized: Callable[[Resized], None] = _unused
     on_adapter: Callable[[AdapterLoaded | AdapterRefused], None] = _unused
+    on_weights: Callable[[WeightsReplaced | WeightsRefused], None] = _unused
     # Receives the batches of a fixed-cost model.
     on_batch: Callable[[BatchRan | BatchRaised], None] = _unused
     on_exit: Callable[[EngineExit], None]
@@ -506,6 +509,8 @@ class EngineProcess:
                 self._events.on_resized(event)
             case AdapterLoaded() | AdapterRefused():
                 self._events.on_adapter(event)
+            case WeightsReplaced() | WeightsRefused():
+                self._events.on_weights(event)
             case BatchRan() | BatchRaised():
                 self._events.on_batch(event)
             case Progress():

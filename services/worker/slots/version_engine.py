@@ -7,17 +7,20 @@ base: it is loaded into the engine before its version is served, and dropped whe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from services.core.errors import DoesNotFit
+from services.core.errors import DoesNotFit, Unavailable
 from services.core.records import AssignedVersion
+from services.core.rollouts.routes import Withdrawal
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
 from services.worker.detokenizer import Vocabulary
@@ -34,6 +37,8 @@ from services.worker.engine_protocol import (
     Resize,
     Resized,
     Stepped,
+    WeightsRefused,
+    WeightsReplaced,
 )
 from services.worker.memory_ledger import MemoryLedger
 from services.worker.policy.lifecycle import VersionPhase
@@ -47,6 +52,7 @@ from services.worker.slots.engine_process import (
     Stopped,
 )
 from services.worker.slots.engine_settings import EngineSettings
+from services.worker.slots.replacement import EngineEnded, Replacement, ReplacementFailed
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_memory import VersionMemory
 from services.worker.slots.version_probe import ProbeContext, ProbeFailed, PromptProbe
@@ -76,10 +82,28 @@ class SharedEngines:
         none."""
         return self._engines.setdefault(computation, engine) if computation else engine
 
-    def drop(self, engine: VersionEngine) -> None:
-        """Forget an engine that no version uses. Idempotent."""
-        for computation in [key for key, one in self._engines.items() if one is engine]:
+    def drop(self, engine: VersionEngine) -> list[str]:
+        """Let no other version join an engine; return its names. Idempotent."""
+        names = [key for key, one in self._engines.items() if one is engine]
+        for computation in names:
             del self._engines[computation]
+        return names
+
+    def has(self, computation: str) -> bool:
+        """Whether an engine computes this."""
+        return computation in self._engines
+
+    def before(self, version: AssignedVersion) -> VersionSlot | None:
+        """Return the version of the same deployment that a version replaces here; None without one.
+
+        One that serves comes before one that retires.
+        """
+        found = [slot for engine in self._engines.values() for slot in engine.owners_before(version)]
+        return min(found, key=lambda slot: RESIZABLE.index(slot.phase), default=None)
+
+    def is_coming(self, version: AssignedVersion) -> bool:
+        """Whether a version that this one replaces is about to have its engine again."""
+        return any(engine.is_coming(version) for engine in self._engines.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +187,7 @@ class VersionEngine:
         self._loaded: _Loaded | None = None  # what the engine reported, once it takes sequences
         self._adapters: dict[str, _Adapter] = {}  # adapters of the process by version
         self._numbers = count(1)  # numbers of adapters: none is used again
+        self._replacement: Replacement | None = None  # replacement of its weights that is under way
 
     @property
     def pid(self) -> int:
@@ -213,6 +238,7 @@ class VersionEngine:
             on_heartbeat=self._on_heartbeat,
             on_resized=self._on_resized,
             on_adapter=self._on_adapter,
+            on_weights=self._on_weights,
             on_exit=self._on_exit,
         )
         process = self._context.launch(config, events)
@@ -250,6 +276,8 @@ class VersionEngine:
         digest = owner.version.version_digest
         self._owners.pop(digest, None)
         if self._owners:
+            if self._replacement is not None:  # its successor has its place in the table soon
+                return
             if self.table is not None and digest in self.table.versions:
                 self._context.host.leave(self.table, digest)
             self._drop_adapter(digest)
@@ -267,7 +295,117 @@ class VersionEngine:
         coming = (VersionPhase.LOADING, VersionPhase.PROBING)
         return [owner for owner in self._owners.values() if owner.phase in coming]
 
+    # --- weights that are replaced --------------------------------------------------------------
+
+    def owners_before(self, version: AssignedVersion) -> list[VersionSlot]:
+        """Return the owners that are served and that a version of their deployment may replace."""
+        if self.table is None or self._replacement is not None:
+            return []
+        return [one for one in self._of_deployment(version) if one.phase in RESIZABLE]
+
+    def is_coming(self, version: AssignedVersion) -> bool:
+        """Whether an owner that the version replaces starts again, or is being replaced itself."""
+        starts = (VersionPhase.LOADING, VersionPhase.PROBING, VersionPhase.BROKEN)
+        return self._replacement is not None or any(
+            one.restarting and one.phase in starts for one in self._of_deployment(version)
+        )
+
+    def _of_deployment(self, version: AssignedVersion) -> list[VersionSlot]:
+        return [
+            one
+            for digest, one in self._owners.items()
+            if digest != version.version_digest
+            and one.version.deployment == version.deployment
+            and one.version.engine == version.engine
+        ]
+
+    def sharing(self, owner: VersionSlot) -> list[str]:
+        """Return the other versions that the engine serves."""
+        return [digest for digest in self._owners if digest != owner.digest]
+
+    async def replace(self, before: VersionSlot, successor: VersionSlot, folder: Path, name: str) -> None:
+        """Serve the successor in the place of the version before, with the weights in the folder.
+
+        ``name``: that of the engine's computation from then on. Raises ReplacementFailed; Unavailable where
+        the engine ended before anything was tried. The version before then serves, or starts again.
+        """
+        context, table, process, loaded = self._context, self.table, self._process, self._loaded
+        assert table is not None, "only an engine that serves has weights to replace"
+        assert process is not None, "only an engine that serves has weights to replace"
+        assert loaded is not None, "only an engine that serves has weights to replace"
+        context.host.drop_replaced(table)
+        names = context.engines.drop(self)
+        replacement = Replacement(successor, before, table, context, process.send)
+        self._replacement = replacement
+        self._owners[successor.digest] = successor
+        try:
+            await replacement.drain()
+            successor.replacing()
+            await replacement.exchange(folder)
+            successor.engine_loaded()
+            self._begin_probe(successor, loaded.event, process, replacement)
+            await replacement.probed()
+        except (ReplacementFailed, Unavailable, asyncio.CancelledError):
+            self._give_up(replacement, names)
+            raise
+        self._cut_over(replacement, table, name)
+
+    def _begin_probe(
+        self, successor: VersionSlot, event: Ready, process: RunningEngine, replacement: Replacement
+    ) -> None:
+        def ended(failed: ProbeFailed | None) -> None:
+            self._probe = None
+            replacement.resolve(failed)
+
+        speed = EngineSpeed(self._context.settings.token_budget, event.full_step_s)
+        plan = plan_probe(successor.version.probes, event, speed)
+        context = ProbeContext(process.send, ended, self._context.clock, self._context.supervisor)
+        self._probe = PromptProbe(plan, context, vocab_size=event.vocab_size)
+        self._probe.begin()
+
+    def _give_up(self, replacement: Replacement, names: list[str]) -> None:
+        """Serve the version before again; if weights may have changed, in a new process."""
+        before, context = replacement.before, self._context
+        self._replacement = None
+        self._owners.pop(replacement.successor.digest, None)
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
+        context.host.note_replacing(before.digest, False)
+        for name in names:
+            context.engines.claim(name, self)
+        if self._process is not None and replacement.sent:
+            self._process.kill("the replacement of its weights was given up")
+        if not self._owners:  # the version before has left meanwhile
+            context.supervisor.spawn(f"leave-{before.digest[:19]}", self.leave(before))
+
+    def _cut_over(self, replacement: Replacement, table: SequenceTable, name: str) -> None:
+        """Serve the successor from now on: the version before leaves in the same instant."""
+        before, successor, context = replacement.before, replacement.successor, self._context
+        self._replacement = None
+        in_place = successor.in_place
+        revision = 0 if in_place is None else in_place.route_revision
+        withdrawal = Withdrawal(before.digest, revision, successor.digest)
+        until_s = context.clock.monotonic_s() + context.settings.retire_s
+        table.reset_silence()
+        context.host.replace(table, withdrawal, self._served(successor), until_s=until_s)
+        self._owners.pop(before.digest, None)
+        self.memory.pass_on(self.memory.owner, successor.digest, successor.version.deployment)
+        context.engines.claim(name, self)
+        self._ready_s = context.clock.monotonic_s()
+        before.replaced()
+        successor.took_over(self)
+        self.pace()
+
+    def _on_weights(self, event: WeightsReplaced | WeightsRefused) -> None:
+        if self._replacement is not None:
+            self._replacement.resolve(event)
+
+    # --- events of the process ------------------------------------------------------------------
+
     def _on_progress(self, event: Progress) -> None:
+        if self.table is not None:
+            self.table.reset_silence()
         for owner in self._loading():
             owner.engine_progress(event)
 
@@ -439,6 +577,11 @@ class VersionEngine:
             self._context.woke()  # other versions may wait for the freed memory
 
     def _on_exit(self, exit_: EngineExit) -> None:
+        if (replacement := self._replacement) is not None:
+            failed = None if self._probe is None else self._probe.failure(exit_)
+            self._probe = None
+            self._owners.pop(replacement.successor.digest, None)
+            replacement.resolve(EngineEnded() if failed is None else failed)
         self._process = self._loaded = None
         self._adapters.clear()
         table, self.table = self.table, None

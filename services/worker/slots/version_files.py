@@ -16,12 +16,12 @@ from fairway.formats.adapter import adapter_bytes, parse_adapter
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.limits import LIMITS_NAME, EngineLimits, check_limits
-from fairway.formats.safetensors import tensors_of
+from fairway.formats.safetensors import TensorHeader, tensors_of
 from fairway.formats.weights import weight_files
-from services.core.errors import FailedPrecondition, Unavailable
+from services.core.errors import FailedPrecondition, NotReplaceable, Unavailable
 from services.core.manifest import Manifest
 from services.core.records import AssignedVersion
-from services.core.rollouts.computation import READ
+from services.core.rollouts.computation import READ, parts_but_weights
 from services.ports.clock import Clock
 from services.ports.registry import TextCheck
 from services.runtime.version_trust import VersionTrust
@@ -81,6 +81,12 @@ class LocalFiles(Protocol):
 
     async def computation(self, folder: Path) -> str:
         """Return what versions that one engine can serve have in common; empty: it shares with none."""
+
+    async def parts(self, folder: Path) -> Mapping[str, str]:
+        """Return what the version computes with but the values of its weights, by name.
+
+        Raises FailedPrecondition, NotReplaceable for an adapter.
+        """
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         """Return the vocabulary, after the check that a gateway can load the version.
@@ -182,6 +188,13 @@ class VersionFiles:
         version = self._version
         return await self._source.computation(version.model, version.version_digest, contents=contents)
 
+    async def parts(self, folder: Path) -> Mapping[str, str]:
+        manifest = await self._source.readable(self._version.model, self._version.version_digest)
+        if manifest.base_digest:
+            raise NotReplaceable("an adapter replaces no weights: it is loaded beside its base")
+        contents = await asyncio.to_thread(_contents_of, folder)
+        return parts_but_weights(manifest, contents) | await asyncio.to_thread(shapes_of, folder)
+
     async def vocabulary(self, folder: Path) -> Vocabulary:
         if self._vocabulary is None:
             if self._texts is not None:
@@ -261,15 +274,23 @@ def _contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def weight_bytes(folder: Path, bytes_per_value: int) -> int:
-    """Return the bytes of all tensors at ``bytes_per_value``. Blocks for I/O. Raises FailedPrecondition.
+    """Return the bytes of all tensors at ``bytes_per_value``. Blocks for I/O. Raises FailedPrecondition."""
+    return sum(math.prod(tensor.shape) for tensor in _tensors_of(folder).values()) * bytes_per_value
 
-    Counts only what the engine opens: some publishers add the same weights in another layout.
-    """
-    read, values, place = partial(read_part, folder), 0, ""
+
+def shapes_of(folder: Path) -> dict[str, str]:
+    """Return the shapes of all tensors by name. Blocks for I/O. Raises FailedPrecondition."""
+    return {name: str(tensor.shape) for name, tensor in _tensors_of(folder).items()}
+
+
+def _tensors_of(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of what the engine opens: some publishers add the same weights in another layout."""
+    read, place = partial(read_part, folder), ""
+    found: dict[str, TensorHeader] = {}
     try:
         for name in weight_files("", names_in(folder), read):
             place = f"{name}: "
-            values += sum(math.prod(tensor.shape) for tensor in tensors_of(read(name)).values())
+            found |= tensors_of(read(name))
     except (UnsupportedModel, ValueError) as exc:
         raise FailedPrecondition(f"the version has no readable weights: {place}{exc}") from exc
-    return values * bytes_per_value
+    return found

@@ -10,14 +10,22 @@ from typing import Final
 import structlog
 from msgspec import structs
 
-from services.core.errors import DoesNotFit, FailedPrecondition, FairwayError, Unavailable
+from services.core.errors import (
+    DoesNotFit,
+    FailedPrecondition,
+    FairwayError,
+    NotReplaceable,
+    Unavailable,
+)
 from services.core.records import AssignedVersion
 from services.ports.clock import Clock
 from services.worker.batcher.driver import Batcher
 from services.worker.engine_protocol import OUT_OF_MEMORY, EngineConfig, LoadFailed, Progress
 from services.worker.policy.lifecycle import FINAL_REASONS, Slot, VersionPhase, backoff_s
+from services.worker.policy.replacement import obstacle
 from services.worker.slots.engine_process import Crashed, EngineExit
 from services.worker.slots.engine_settings import EngineSettings, Executor, executor_of
+from services.worker.slots.replacement import ReplacementFailed
 from services.worker.slots.version_batcher import VersionBatcher
 from services.worker.slots.version_engine import (
     ALONE,
@@ -93,6 +101,8 @@ class VersionSlot:
         self.probed = False
         self.promised_itl_s = version.itl_target_s  # target that an objective promises; 0: none does
         self.gone = False
+        self.in_place = version.in_place  # how it replaces the version before, as assigned now
+        self.deployments: frozenset[str] = frozenset()  # deployments that it is assigned for and not retiring
         self._context = context
         context.telemetry.expect(version.deployment)
         memory = VersionMemory(
@@ -275,6 +285,8 @@ class VersionSlot:
                 await self._start_batcher(folder)
                 return
             await self._start_engine(folder)
+        except ReplacementFailed as failed:
+            self._break(failed.reason, failed.message, failed=True)
         except FairwayError as error:
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
 
@@ -287,11 +299,49 @@ class VersionSlot:
             self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
             self.adapter_bytes *= max(1, self.version.tensor_parallel)  # each rank has at most the whole
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
+        if computation and self.in_place is not None and await self._took_over(folder, computation):
+            return
         engine = self._context.engines.claim(computation and self._name_of(computation), self.engine)
         self.engine = engine
         if engine.enter(self):
             with engine.starts(self):
                 await engine.start(await self._config(folder), vocabulary)
+
+    async def _took_over(self, folder: Path, computation: str) -> bool:
+        """Return whether it replaced the weights of its deployment's version before, if that is served here.
+
+        Raises NotReplaceable, ReplacementFailed and Unavailable.
+        """
+        engines, name = self._context.engines, self._name_of(computation)
+        if engines.has(name):
+            return False
+        before = engines.before(self.version)
+        if before is None:
+            if engines.is_coming(self.version):
+                raise Unavailable("the version before starts again; its weights are replaced after that")
+            return False
+        engine, old = before.engine, before.files.folder
+        assert isinstance(engine, VersionEngine), "rows have no shared engine"
+        parts = {} if old is None else await before.files.parts(old)
+        why = obstacle(
+            parts,
+            await self.files.parts(folder),
+            deployment=self.version.deployment,
+            users=before.deployments,
+            sharing=engine.sharing(before),
+            nodes=self._nodes,
+        )
+        if why:
+            raise NotReplaceable(f"{why}: `fairway deployments update --in-place off` loads it beside")
+        if engines.before(self.version) is not before:
+            raise Unavailable("the version before starts again; its weights are replaced after that")
+        self._enter(VersionPhase.LOADING, f"requests of {before.digest[:19]} finish")
+        await engine.replace(before, self, folder, name)
+        return True
+
+    @property
+    def _nodes(self) -> int:
+        return self._context.settings.nodes_of(self.version.tensor_parallel * self.version.pipeline_parallel)
 
     def _name_of(self, computation: str) -> str:
         """Return the name of its engine: versions of one executor, model of weights and computation share."""
@@ -353,7 +403,7 @@ class VersionSlot:
             itl_target_s=self.itl_target_s,
             tensor_parallel=self.version.tensor_parallel,
             pipeline_parallel=self.version.pipeline_parallel,
-            nodes=settings.nodes_of(self.version.tensor_parallel * self.version.pipeline_parallel),
+            nodes=self._nodes,
             model=self.version.model,
             version_digest=self.version.version_digest,
         )
@@ -369,6 +419,21 @@ class VersionSlot:
             self.message = step
             self._context.woke()
         self._note_progress(event.done_ratio)
+
+    def replacing(self) -> None:
+        """The weights of the engine are being replaced by the version's."""
+        self._enter(VersionPhase.LOADING, "replacing weights")
+
+    def took_over(self, engine: VersionEngine) -> None:
+        """The engine of the version before computes with its weights, and takes sequences for it."""
+        self.engine = engine
+        self.engine_ready()
+
+    def replaced(self) -> None:
+        """Its engine serves its successor; nothing is left to stop."""
+        self._enter(VersionPhase.STOPPING)
+        self.files.unpin()
+        self.gone = True
 
     def engine_loaded(self) -> None:
         """The engine answers a probe before it takes requests, unless the version has done so here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from services.core.errors import InvalidInput
@@ -22,6 +23,19 @@ from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequences import SequenceTable, ServedVersion
 
 _MAX_LEFT: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """A version whose engine has the weights of its successor, until the worker reports it no more."""
+
+    withdrawal: Withdrawal
+    until_s: float
+
+    def refusal(self, spec: StartSpec) -> NotAdmittedReason:
+        """Return why it is not started: its successor has its place, unless the version is deployed again."""
+        is_older = spec.generation.route_revision < self.withdrawal.route_revision
+        return NotAdmittedReason.STALE_ROUTE if is_older else NotAdmittedReason.NOT_READY
 
 
 class SequenceHost:
@@ -55,6 +69,8 @@ class SequenceHost:
         self._next_group = SHARED_NODES
         self._tables: dict[str, SequenceTable] = {}
         self._row_tables: dict[str, RowTable] = {}
+        self._replaced: dict[str, _Replaced] = {}  # versions whose engines have other weights now
+        self._replacing: set[str] = set()  # versions whose weights are about to go: none is admitted
         self._closed_to: set[str] = set()  # versions that finish their sequences and admit no new ones
         # Cached and shared prefixes of ended engines, by version.
         self._left_prefixes: dict[str, tuple[PrefixSet, PrefixSet]] = {}
@@ -97,14 +113,40 @@ class SequenceHost:
         table.versions.add(version)
         self._serve(table, version.version_digest)
 
+    def replace(
+        self, table: SequenceTable, withdrawal: Withdrawal, successor: ServedVersion, *, until_s: float
+    ) -> None:
+        """Admit sequences for the successor of a version whose weights are gone; none of that one runs.
+
+        Until a time, by the monotonic clock, the version before is reported as one that takes sequences:
+        those that wait for it in the scheduler's queue are then refused here, and get the successor.
+        """
+        self._closed_to.discard(withdrawal.version_digest)
+        self._replacing.discard(withdrawal.version_digest)
+        self._replaced[withdrawal.version_digest] = _Replaced(withdrawal, until_s)
+        self.join(table, successor)
+
+    def drop_replaced(self, table: SequenceTable) -> None:
+        """Report the versions no more whose weights the table's engine had before."""
+        for digest in [digest for digest in table.versions if digest in self._replaced]:
+            self.leave(table, digest)
+
+    def withdrawal_of(self, version_digest: str) -> Withdrawal:
+        """Return what a refusal of the version with STALE_ROUTE names."""
+        replaced = self._replaced.get(version_digest)
+        return self.withdrawals[version_digest] if replaced is None else replaced.withdrawal
+
     def leave(self, table: SequenceTable, version_digest: str) -> None:
         """Remove one of several versions of a table; its remaining sequences end with ENGINE_LOST."""
         del self._tables[version_digest]
+        self._replaced.pop(version_digest, None)
         self._closed_to.discard(version_digest)
         table.leave(version_digest)
         self.changed()
 
     def _serve(self, table: SequenceTable, version_digest: str) -> None:
+        if version_digest in self._replaced:  # it comes back in an engine of its own
+            self.leave(self._tables[version_digest], version_digest)
         assert version_digest not in self._tables, "the version has an engine already"
         self._tables[version_digest] = table
         self._closed_to.discard(version_digest)
@@ -121,6 +163,8 @@ class SequenceHost:
         if self._tables.get(table.versions.first) is table:
             for version_digest in table.versions:
                 del self._tables[version_digest]
+                self._replaced.pop(version_digest, None)
+                self._replacing.discard(version_digest)
                 self._closed_to.discard(version_digest)
             table.lost(cause, members)
             self._leave_prefixes(table)
@@ -138,6 +182,11 @@ class SequenceHost:
         (self._closed_to.add if closed else self._closed_to.discard)(version_digest)
         self.changed()
 
+    def note_replacing(self, version_digest: str, replacing: bool) -> None:
+        """Stop admitting sequences of a version whose weights are being replaced, or resume it."""
+        (self._replacing.add if replacing else self._replacing.discard)(version_digest)
+        self.changed()
+
     def least_route_revision(self, version_digest: str) -> int:
         """Return the revision from which on requests for a version are started; 0: any."""
         found = self.withdrawals.get(version_digest)
@@ -148,7 +197,7 @@ class SequenceHost:
         table, rows = self._tables.get(version_digest), self._row_tables.get(version_digest)
         if (table is None or table.stalled) and (rows is None or not rows.ready):
             return False
-        closed = self.draining or version_digest in self._closed_to
+        closed = self.draining or version_digest in self._closed_to or version_digest in self._replacing
         return not closed and self.node_group == self._next_group
 
     def table(self, version_digest: str) -> SequenceTable | None:
@@ -199,6 +248,8 @@ class SequenceHost:
         """Apply the time limits of every table, and report the device's time when it is due."""
         for table in self._all_tables():
             table.sweep(now_s)
+        for digest in [digest for digest, one in self._replaced.items() if now_s >= one.until_s]:
+            self.leave(self._tables[digest], digest)
         if self.device is not None:
             self.device.sweep(now_s)
 
@@ -279,7 +330,9 @@ class SequenceHost:
             return NotAdmittedReason.OTHER_NODE_GROUP
         if self._is_stale(spec):
             return NotAdmittedReason.STALE_ROUTE
-        if digest in self._closed_to:
+        if (replaced := self._replaced.get(digest)) is not None:
+            return replaced.refusal(spec)
+        if digest in self._closed_to or digest in self._replacing:
             return NotAdmittedReason.DRAINING
         if table.stalled:
             return NotAdmittedReason.NOT_READY
@@ -324,7 +377,7 @@ class GatewaySequences:
 
     def _answer(self, handle: int, refusal: NotAdmittedReason | None, version_digest: str) -> None:
         if refusal is NotAdmittedReason.STALE_ROUTE:
-            self._outbox.withdraw(self._host.withdrawals[version_digest])
+            self._outbox.withdraw(self._host.withdrawal_of(version_digest))
         if refusal is not None:
             self._outbox.refuse(handle, refusal)
 

@@ -476,6 +476,14 @@ class SequenceTable:
         self.versions.remove(version_digest)
         self._room_changed()
 
+    def hand_back(self) -> None:
+        """Return every sequence to its gateway, which places it again, and free its blocks."""
+        left = list(self._live.values())
+        self._send(wire.Cancel([sequence.number for sequence in left]))
+        for sequence in left:
+            self._end(sequence, FinishReason.PREEMPTED)
+        self._room_changed()
+
     def charge(self, *, at_once: bool) -> None:
         """Charge the output of running sequences, at once or when the interval has passed.
 

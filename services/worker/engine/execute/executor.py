@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,6 +174,20 @@ class Adapters(Protocol):
 
     def drop(self, adapter: int) -> None:
         """Free an adapter. No later batch has a sequence with it. Idempotent."""
+
+
+class WeightStore(Protocol):
+    """An executor whose weights can be replaced, between two batches."""
+
+    def check_weights(self, folder: Path) -> None:
+        """Return if the folder has weights of the same model. Raises one of ``unsupported.REFUSALS``."""
+
+    def replace_weights(self, folder: Path, report: Callable[[float], None]) -> None:
+        """Compute with the folder's weights from now on; ``report`` receives the part that is done, 0..1.
+
+        The old ones are freed first, so that memory never has two copies. After an exception there are no
+        whole weights: the process has to end.
+        """
 
 
 def unknown_token(row: int) -> int:

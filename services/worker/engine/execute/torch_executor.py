@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from services.worker.engine.execute.probe import SafetyProbe, scores_of
 from services.worker.engine.execute.step_rows import Seats, Spans, StepRows
 from services.worker.engine.sample.sampler import TORCH, Reductions, RuleOut, Sampled, launch, torch_rule_out
 from services.worker.engine.sequence import MAX_LOGPROBS
+from services.worker.engine.unsupported import BadEngineConfig
 from services.worker.engine_protocol import SampledLogprobs
 
 SLICE_ROWS: Final = 64  # rows whose logits are in memory at once
@@ -142,8 +144,19 @@ def _rows_of(hidden: Hidden | None, rows: list[int]) -> torch.Tensor | None:
     return hidden.values.index_select(0, torch.tensor(rows, device=hidden.values.device)).float()
 
 
+class HeldWeights(Protocol):
+    """The weights that decoders are made of. Nothing else refers to them while no decoder is there."""
+
+    def check(self, folder: Path) -> None:
+        """See ``WeightStore.check_weights``."""
+
+    def load(self, folder: Path, report: Callable[[float], None]) -> None:
+        """Free the weights and have those of the folder. After an exception there are none."""
+
+
 class TorchExecutor:
-    """Implements ``Runner`` and ``Executor``. What it keeps of sequences is their KV; its seats are a copy.
+    """Implements ``Runner``, ``Executor`` and ``WeightStore``. What it keeps of sequences is their KV; its
+    seats are a copy.
 
     ``submit`` queues the step on the device and ``collect`` waits for its tokens. On the CPU the step is over
     when ``submit`` returns. A token that is unknown on the host is taken from the batch before on the device.
@@ -161,11 +174,13 @@ class TorchExecutor:
         runs_ahead: bool = False,
         adapters: AdapterSet | None = None,
         probe: SafetyProbe | None = None,
+        weights: HeldWeights | None = None,
     ) -> None:
         """``rebuild`` makes decoder and attention again where their buffers depend on the pool's size; with
         true it also makes what is otherwise made at its first use. ``adapters`` are those of the decoder,
-        ``probe`` is that of the version."""
+        ``probe`` is that of the version, ``weights`` those that ``rebuild`` reads; None: they stay."""
         self.adapters = adapters
+        self._weights = weights
         self.probe = probe
         self.runs_ahead = runs_ahead
         self._rebuild = rebuild
@@ -247,6 +262,22 @@ class TorchExecutor:
                 self._cache.resize(blocks)
             finally:
                 self._decoder, self._attention = self._rebuild(warm)
+
+    def check_weights(self, folder: Path) -> None:
+        """See ``WeightStore``."""
+        if self._weights is None or self._rebuild is None:
+            raise BadEngineConfig("this executor keeps its weights")
+        self._weights.check(folder)
+
+    def replace_weights(self, folder: Path, report: Callable[[float], None]) -> None:
+        """See ``WeightStore``. Graphs are captured again, because they point into the weights."""
+        assert not self._under_way, "a batch is being computed"
+        assert self._weights is not None, "``check_weights`` comes before"
+        assert self._rebuild is not None, "``check_weights`` comes before"
+        del self._decoder, self._attention
+        self._weights.load(folder, report)
+        with torch.inference_mode():
+            self._decoder, self._attention = self._rebuild(True)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return the float32 logits [sampling rows, vocabulary] of a step."""

@@ -26,7 +26,14 @@ from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.ports.grammars import Grammars, TokenizerUnusable
 from services.worker.engine.constrain.constraints import Constraints
 from services.worker.engine.core import Engine
-from services.worker.engine.execute.executor import Adapters, Batch, Executor, Inline, PrefillChunk
+from services.worker.engine.execute.executor import (
+    Adapters,
+    Batch,
+    Executor,
+    Inline,
+    PrefillChunk,
+    WeightStore,
+)
 from services.worker.engine.execute.null_executor import NullAdapters, NullExecutor
 from services.worker.engine.load.canary import is_exact, serves_adapters
 from services.worker.engine.load.config import eos_ids, names_in, read_json, vocab_size_of
@@ -174,7 +181,7 @@ def load(
     ``around`` returns the executor that the engine uses, around the loaded one.
     """
     limits = _checked(config)
-    executor, ready, stop_ids, draft, adapters = _loaded(config, report)
+    executor, ready, stop_ids, draft, adapters, weights = _loaded(config, report)
     if around is not None:
         executor = around(executor)
     report("warm_up", 0.0)
@@ -204,6 +211,7 @@ def load(
         page,
         constraints,
         adapters if "adapters" in promised else None,
+        weights,
     )
     return engine, msgspec.structs.replace(ready, full_step_s=full_step_s, capabilities=promised)
 
@@ -238,21 +246,21 @@ def _checked(config: EngineConfig) -> PlannerLimits:
 
 def _loaded(
     config: EngineConfig, report: Report
-) -> tuple[Executor, Ready, frozenset[int], DraftModel | None, Adapters | None]:
+) -> tuple[Executor, Ready, frozenset[int], DraftModel | None, Adapters | None, WeightStore | None]:
     match config.executor:
         case "null":
-            return (*_load_null(config), None, NullAdapters())
+            return (*_load_null(config), None, NullAdapters(), None)
         case "vllm":
-            executor, ready, stop_ids, adapters = _load_vllm(config, report)
-            return executor, ready, stop_ids, None, adapters
+            executor, ready, stop_ids, adapters, weights = _load_vllm(config, report)
+            return executor, ready, stop_ids, None, adapters, weights
         case _:
             own, ready, stop_ids, draft = _load_measured(config, report)
-            return own, ready, stop_ids, draft, own.adapters
+            return own, ready, stop_ids, draft, own.adapters, own
 
 
 def _load_vllm(
     config: EngineConfig, report: Report
-) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None, WeightStore | None]:
     report("import", 0.0)
     from services.worker.engines.vllm.loading import load_vllm
 
@@ -369,6 +377,7 @@ def _engine(
     page: StepPage | None = None,
     constraints: Constraints | None = None,
     adapters: Adapters | None = None,
+    weights: WeightStore | None = None,
 ) -> Engine:
     return Engine(
         executor,
@@ -383,6 +392,7 @@ def _engine(
         page=page,
         constraints=constraints,
         adapters=adapters,
+        weights=weights,
         has_probe="probe" in ready.capabilities,
     )
 

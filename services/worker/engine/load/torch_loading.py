@@ -11,7 +11,7 @@ import structlog
 import torch
 from safetensors import safe_open
 
-from fairway.formats.decoder_config import ModelConfig
+from fairway.formats.decoder_config import ModelConfig, parse_config
 from fairway.formats.probe import PROBE, require_probe
 from fairway.formats.weights import BadWeights, decoder_layout
 from services.runtime.process.folders import cache_folder, keep_newest, name_folder
@@ -24,7 +24,7 @@ from services.worker.engine.execute.operators import Operators, TorchOperators
 from services.worker.engine.execute.probe import SafetyProbe
 from services.worker.engine.execute.rope import Rope
 from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
-from services.worker.engine.load.config import names_in, read_part
+from services.worker.engine.load.config import names_in, read_json, read_part
 from services.worker.engine.load.weights import Checkpoint, tensor_of
 from services.worker.engine.native import prebuilt
 from services.worker.engine.native.attention import NativeAttention, NativeKvCache
@@ -106,14 +106,53 @@ def load_weights_of(
         report("operators", 0.0)
         operators = operators_of(model, config, device)
         report("operators", 1.0)
-        return load_weights(
-            model,
-            checkpoint,
-            dtype=DTYPES[config.dtype],
-            device=device,
-            operators=operators,
-            progress=lambda ratio: report("weights", ratio),
-        )
+        return _read(model, checkpoint, config, operators, lambda ratio: report("weights", ratio))
+
+
+def _read(
+    model: ModelConfig,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    operators: Operators,
+    progress: Callable[[float], None],
+) -> Weights:
+    """Return the weights of an open checkpoint, packed by the operators."""
+    return load_weights(
+        model,
+        checkpoint,
+        dtype=DTYPES[config.dtype],
+        device=device_of(config.device),
+        operators=operators,
+        progress=progress,
+    )
+
+
+class ReplaceableWeights:
+    """Implements ``HeldWeights`` for one model on one device."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, loaded: Weights) -> None:
+        self._model = model
+        self._config = config
+        self._loaded: Weights | None = loaded
+        self.operators = loaded.operators
+
+    @property
+    def loaded(self) -> Weights:
+        assert self._loaded is not None, "a replacement failed"
+        return self._loaded
+
+    def check(self, folder: Path) -> None:
+        """See ``HeldWeights``."""
+        if parse_config(read_json(folder / "config.json")) != self._model:
+            raise BadCheckpoint("config.json describes another model than the one that is loaded")
+        with Checkpoint(folder, decoder_layout(self._model)):
+            pass
+
+    def load(self, folder: Path, report: Callable[[float], None]) -> None:
+        """See ``HeldWeights``."""
+        self._loaded = None
+        with torch.inference_mode(), Checkpoint(folder, decoder_layout(self._model)) as checkpoint:
+            self._loaded = _read(self._model, checkpoint, self._config, self.operators, report)
 
 
 def load_probe(model: ModelConfig, model_dir: Path, config: EngineConfig) -> SafetyProbe | None:
@@ -143,7 +182,8 @@ def executor_of(
     """Return the executor with ``blocks`` of its KV pool allocated, or all; it may grow to all."""
     device, dtype = device_of(config.device), DTYPES[config.dtype]
     has_kernels = cuda_backend.has_kernels(device)
-    operators = weights.operators
+    operators, held = weights.operators, ReplaceableWeights(model, config, weights)
+    del weights  # what is replaced must have no other holder
     with torch.inference_mode():
         rope = Rope(model.rope, max_model_len=ready.max_model_len, dtype=dtype, device=device)
         first = ready.kv_blocks_total if blocks is None else blocks
@@ -155,7 +195,7 @@ def executor_of(
     def build(warm: bool) -> tuple[Forward, Attention]:
         with torch.inference_mode():
             attention = _attention(model, operators, config, cache, has_kernels=has_kernels)
-            decoder: Forward = Decoder(model, weights, rope=rope, attention=attention, adapters=adapters)
+            decoder: Forward = Decoder(model, held.loaded, rope=rope, attention=attention, adapters=adapters)
             if has_kernels:
                 keeps = probe is not None
                 decoder = cuda_backend.graphed(
@@ -172,6 +212,7 @@ def executor_of(
         runs_ahead=device.type == "cuda",
         adapters=adapters,
         probe=probe,
+        weights=held,
     )
 
 

@@ -267,6 +267,10 @@ class PrefixCache:
         self._withdraw(frozenset(table[first : self._shared(table)]))
         sequence.prefix_names = []
 
+    def clear(self) -> None:
+        self._withdraw(frozenset(self._cached.cached()))
+        assert not self._idle_total, "a sequence holds a block"
+
     def take_changes(self) -> tuple[list[int], list[int]]:
         return self._cached.take_changes()
 

@@ -84,6 +84,9 @@ class PrefixReuse(Protocol):
     def discard(self, sequence: SequenceState) -> None:
         """Remove what a sequence has computed from the index: it may be wrong."""
 
+    def clear(self) -> None:
+        """Remove everything from the index, while no sequence holds a block."""
+
     def take_changes(self) -> tuple[list[int], list[int]]:
         """Return the names of prefix blocks added and removed since the previous call.
 

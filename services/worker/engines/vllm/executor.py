@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -10,10 +15,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from fairway.formats.config_fields import UnsupportedModel
+from fairway.formats.probe import PROBE
+from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_FILES
+from fairway.formats.weights import weight_files
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.step_rows import DRAWN, FILTERED, SamplingRows, Seats
+from services.worker.engine.load.config import names_in, read_part
 from services.worker.engine.sequence import SequenceState, sequence_of
+from services.worker.engine.unsupported import BadCheckpoint
 from services.worker.engine_protocol import Submit
 from services.worker.engines.vllm.rank import RankStep, Scored
 
@@ -22,6 +33,20 @@ UNREAD: Final = sequence_of(
     Submit(0, Prompt(()), Sampling(seed=0), OutputLimits(1), credit_limit=0), arrival=0, eos_ids=frozenset()
 )
 NULL_BLOCKS: Final = 1  # vLLM's first block belongs to nobody: its kernels may write there
+
+
+@contextlib.contextmanager
+def files_for_vllm(folder: Path) -> Iterator[Path]:
+    """Yield a folder without an adapter's files and without a probe: vLLM would take them for weights of the
+    model."""
+    if not (folder / ADAPTER_CONFIG).exists() and not (folder / PROBE).exists():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="fw-base-") as base:
+        for entry in folder.iterdir():
+            if entry.name not in (*ADAPTER_FILES, PROBE):
+                (Path(base) / entry.name).symlink_to(entry.resolve())
+        yield Path(base)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +73,7 @@ class _Changes:
 
 
 class VllmRunner:
-    """Implements ``Runner``."""
+    """Implements ``Runner`` and ``WeightStore``."""
 
     def __init__(self, ranks: Any, *, block_size: int, in_process: bool) -> None:
         """``ranks`` is vLLM's executor."""
@@ -77,6 +102,19 @@ class VllmRunner:
     def resize(self, blocks: int) -> None:
         """vLLM's pool has one size. Raises MemoryError."""
         raise MemoryError("the KV pool of a vLLM engine keeps its size")
+
+    def check_weights(self, folder: Path) -> None:
+        """See ``WeightStore``. The agent has compared names and shapes; vLLM checks nothing before."""
+        try:
+            weight_files("", names_in(folder), partial(read_part, folder))
+        except (UnsupportedModel, ValueError, OSError) as error:
+            raise BadCheckpoint(f"the weights cannot be read: {error}") from error
+
+    def replace_weights(self, folder: Path, report: Callable[[float], None]) -> None:
+        """See ``WeightStore``. vLLM copies into the weights that it has, tensor by tensor."""
+        with files_for_vllm(folder) as files:
+            self._ranks.collective_rpc("fairway_replace_weights", args=(files,))
+        report(1.0)
 
     def _step(self, batch: Batch, sampling: SamplingRows) -> RankStep:
         changes = _Changes(CachedRequestData.make_empty())

@@ -22,7 +22,8 @@ from services.worker.engine_protocol import (
     Resized,
     StepLink,
 )
-from services.worker.engines.vllm.loading import files_for_vllm, unlink_shared, vllm_config_of, watch
+from services.worker.engines.vllm.executor import files_for_vllm
+from services.worker.engines.vllm.loading import unlink_shared, vllm_config_of, watch
 
 
 class Following:

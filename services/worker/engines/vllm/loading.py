@@ -10,9 +10,8 @@ import atexit
 import contextlib
 import multiprocessing.connection
 import os
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -29,10 +28,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.decoder_config import parse_config
-from fairway.formats.probe import PROBE
-from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_FILES
 from services.runtime.process.shared_memory import SHARED, mapped_inodes
-from services.worker.engine.execute.executor import Adapters, Executor, Inline
+from services.worker.engine.execute.executor import Adapters, Executor, Inline, WeightStore
 from services.worker.engine.execute.step_rows import Seats
 from services.worker.engine.load.config import eos_ids, read_json
 from services.worker.engine.load.loading import largest_batches, sized
@@ -40,7 +37,7 @@ from services.worker.engine.load.memory_meter import own_bytes
 from services.worker.engine.unsupported import BadEngineConfig, LoadError
 from services.worker.engine_protocol import EngineConfig, Ready
 from services.worker.engines.vllm.adapters import VllmAdapters
-from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, portable
+from services.worker.engines.vllm.executor import NULL_BLOCKS, VllmRunner, files_for_vllm, portable
 
 LEAST_BLOCK_TOKENS: Final = 32  # vLLM's attention on a CPU has no smaller blocks
 RANK: Final = "services.worker.engines.vllm.rank.FairwayRank"
@@ -50,29 +47,17 @@ log = structlog.get_logger()
 
 def load_vllm(
     config: EngineConfig, report: Callable[[str, float], None]
-) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
-    """Return an executor on ranks that have the weights and a pool, and its adapters. Raises LoadError."""
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None, WeightStore]:
+    """Return an executor on ranks that have the weights and a pool, its adapters and its weights.
+
+    Raises LoadError."""
     with files_for_vllm(Path(config.model_dir)) as folder:
         return _load(structs.replace(config, model_dir=str(folder)), report)
 
 
-@contextlib.contextmanager
-def files_for_vllm(folder: Path) -> Iterator[Path]:
-    """Yield a folder without an adapter's files and without a probe: vLLM would take them for weights of the
-    model."""
-    if not (folder / ADAPTER_CONFIG).exists() and not (folder / PROBE).exists():
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="fw-base-") as base:
-        for entry in folder.iterdir():
-            if entry.name not in (*ADAPTER_FILES, PROBE):
-                (Path(base) / entry.name).symlink_to(entry.resolve())
-        yield Path(base)
-
-
 def _load(
     config: EngineConfig, report: Callable[[str, float], None]
-) -> tuple[Executor, Ready, frozenset[int], Adapters | None]:
+) -> tuple[Executor, Ready, frozenset[int], Adapters | None, WeightStore]:
     report("weights", 0.0)
     vllm_config = vllm_config_of(config)
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
@@ -109,7 +94,7 @@ def _load(
     folder = Path(config.model_dir)
     stop_ids = eos_ids(folder, read_json(folder / "config.json"), ready.vocab_size)
     runner = VllmRunner(ranks, block_size=block_size, in_process=in_process)
-    return Inline(runner), ready, stop_ids, _adapters(config, ranks)
+    return Inline(runner), ready, stop_ids, _adapters(config, ranks), runner
 
 
 def _flops_per_token(config: EngineConfig) -> int:

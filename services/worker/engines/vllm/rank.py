@@ -66,12 +66,16 @@ class FairwayRank:
 
     def fairway_loaded(self, before: int) -> int:
         """Return what loading took. ``before`` is what a process without weights has of the host's memory."""
-        for module in self.model_runner.model.modules():
-            if callable(product := getattr(module, "cpu_linear", None)):
-                module.cpu_linear = partial(in_company, product)
+        self._products_in_company()
         if self.model_runner.device.type == "cuda":
             return torch.cuda.memory_allocated(self.model_runner.device)
         return max(0, own_bytes() - before)
+
+    def fairway_replace_weights(self, folder: Path) -> None:
+        """Compute with the weights in the folder, which have the same names and shapes."""
+        with torch.inference_mode():
+            self.model_runner.reload_weights(weights_path=str(folder))
+        self._products_in_company()
 
     def fairway_working_bytes(self, tokens: int, rows: SamplingRows) -> int:
         """Return what a step of so many tokens takes at its peak, in addition to weights and KV."""
@@ -79,6 +83,13 @@ class FairwayRank:
             meter.begin()
             meter.run(lambda: self._largest_step(tokens, rows))
             return meter.peak_bytes
+
+    def _products_in_company(self) -> None:
+        """Compute no row alone: see ``in_company``."""
+        for module in self.model_runner.model.modules():
+            product = getattr(module, "cpu_linear", None)
+            if callable(product) and getattr(product, "func", None) is not in_company:
+                module.cpu_linear = partial(in_company, product)
 
     def _largest_step(self, tokens: int, rows: SamplingRows) -> None:
         runner = self.model_runner
