@@ -183,6 +183,9 @@ class WorkerTelemetry:
                 "fairway.reason": reason,
                 "fairway.fallback": sequence.fallback,
                 "fairway.output_tokens": sequence.output_tokens,
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": sequence.prompt_tokens,
+                "gen_ai.usage.output_tokens": sequence.output_tokens,
             },
         )
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s

@@ -68,7 +68,7 @@ def visible_to(timeline: pb.GetTimelineResponse, tenant: str) -> pb.GetTimelineR
     Raises NotFound for another tenant's request, as for one that does not exist.
     """
     owners = {timeline.finished.tenant} if timeline.HasField("finished") else set[str]()
-    owners |= {one.tenant for one in (*timeline.decisions, *timeline.rows)}
+    owners |= {one.tenant for one in timeline.decisions} | {one.tenant for one in timeline.rows}
     own_id = timeline.request_id
     owners |= {one.tenant for host in timeline.workers for one in host.sequences if _is_own(one, own_id)}
     if owners != {tenant}:
