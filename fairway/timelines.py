@@ -258,22 +258,23 @@ def _runs(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
 def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> Line:
     first, last = run[0], run[-1]
     others = [one.step.size - 1 for one in run]
+    least, most = min(others), max(others)
     beside = sum(one.step.prefill_tokens - one.prefilled for one in run)
-    parts = [f"{len(run)} steps"] if len(run) > 1 else []
+    parts = list[str]()
+    if first.is_slow:
+        parts.append(f"slow: {first.step.predicted_us / 1e3:.1f} ms predicted")
     if rows:
         parts.append(f"{sum(one.sampled for one in run)} rows")
     elif first.prefilled:
         parts.append(f"{sum(one.prefilled for one in run)} tokens")
+    span = f"{least} to {most}" if least != most else str(most)
+    parts.append(f"with {span} other{'s' * (most > 1)}" if most else "alone")
+    if beside:
+        parts.append(f"{beside} prompt tokens of others")
     if len(run) > 1:
         took_ms = [one.step.took_us / 1e3 for one in run]
         parts.append(f"mean {mean(took_ms):.1f} ms, longest {max(took_ms):.1f} ms")
-    span = str(others[0]) if min(others) == max(others) else f"{min(others)} to {max(others)}"
-    parts.append(f"with {span} others" if max(others) else "alone")
-    if beside:
-        parts.append(f"{beside} prompt tokens of others")
-    if first.is_slow:
-        parts.append(f"slow: {first.step.predicted_us / 1e3:.1f} ms predicted")
-    name = "batch" if rows else _kind(first)
+    name = "batch" if rows else f"{_kind(first)} in {len(run)} step{'s' * (len(run) > 1)}"
     at_us = first.step.start_unix_us - origin
     return Line(at_us, last.end_us - first.step.start_unix_us, name, where, "; ".join(parts))
 
@@ -287,7 +288,7 @@ def _why(found: scheduler_pb2.PlacementDecision) -> str:
     if found.bypassed:
         parts.append(f"{found.bypassed} went first")
     if found.ranked:
-        parts.append(f"best of {len(found.ranked)} workers")
+        parts.append(f"best of {len(found.ranked)}")
     return "; ".join(parts)
 
 

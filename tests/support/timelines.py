@@ -1,6 +1,7 @@
-"""Timelines for servers whose tests need none."""
+"""Timelines for tests: a server without any, and one of a request."""
 
 from fairway.v1 import controlplane_pb2 as pb
+from fairway.v1 import slis_pb2
 from services.controlplane.timelines.join import unknown
 
 
@@ -9,3 +10,74 @@ class NoTimelines:
 
     async def get(self, request: pb.GetTimelineRequest, *, forwarded: bool = False) -> pb.GetTimelineResponse:
         raise unknown(request.request_name)
+
+
+def sample_timeline() -> pb.GetTimelineResponse:
+    """A request of 64 tokens that is prefilled in two steps, decodes, is preempted, and shares its steps with
+    a large prompt and, in the last, a slow one."""
+    start_us = 1_798_718_400_000_000
+    stages_us = [1200, 800, 20_000, 900, 2100, 30_000, 145_000, 100]
+    found = pb.GetTimelineResponse(
+        request_id="req_" + "a" * 24,
+        finished=slis_pb2.FinishedRequest(
+            request_id="req_" + "a" * 24,
+            tenant="acme",
+            model="chat",
+            version_digest="sha256:" + "a" * 64,
+            reason="FINISHED",
+            received_unix_us=start_us,
+            stages_us=stages_us,
+            prompt_tokens=64,
+            output_tokens=6,
+        ),
+        notes=["the recorder of worker worker-3 begins at 12:00:00.000 UTC: earlier steps are overwritten"],
+    )
+    decision = found.decisions.add(
+        tenant="acme", outcome="GRANTED", worker_id="worker-3", looks=9, looks_without_room=7
+    )
+    decision.ranked.add(worker_id="worker-3", score=0.9)
+    decision.queued_time.FromMicroseconds(start_us + 2100)
+    decision.wait.FromMicroseconds(19_000)
+    host = found.workers.add(worker_id="worker-3")
+    host.clock.offset_us, host.clock.error_us = -7_000_000, 400
+    host.engines.add(number=1, version_digest="sha256:" + "a" * 64, model="chat", kv_blocks_total=64)
+    own = host.sequences.add(
+        number=7,
+        engine=1,
+        request_id=found.request_id,
+        tenant="acme",
+        accepted_unix_us=start_us + 23_500,
+        first_token_unix_us=start_us + 54_000,
+        ended_unix_us=start_us + 199_500,
+        reason="length",
+        prompt_tokens=64,
+        output_tokens=6,
+    )
+    own.moments.add(kind="PREEMPTED", unix_us=start_us + 66_000)
+    host.sequences.add(number=8, engine=1, request_id="req_" + "b" * 24, tenant="beta")
+    host.sequences.add(number=9, engine=1)
+    steps = (
+        (1, 25_000, 14_000, {7: (32, 0), 8: (480, 0)}),
+        (2, 39_500, 14_500, {7: (32, 1), 8: (480, 0)}),
+        (3, 54_500, 5_000, {7: (0, 1), 8: (0, 1)}),
+        (4, 60_000, 5_500, {7: (0, 1), 8: (0, 1), 9: (0, 1)}),
+        (9, 120_000, 8_000, {7: (67, 1), 8: (0, 1)}),
+        (10, 128_000, 5_000, {7: (0, 1)}),
+        (11, 133_000, 66_000, {7: (0, 1), 8: (0, 1)}),
+    )
+    for number, at_us, took_us, members in steps:
+        host.steps.add(
+            number=number,
+            engine=1,
+            start_unix_us=start_us + at_us,
+            took_us=took_us,
+            predicted_us=5_000 if number > 4 else 0,
+            prefill_tokens=sum(prefilled for prefilled, _ in members.values()),
+            kv_blocks_used=12,
+            running=len(members),
+            size=len(members),
+            members=members,
+            prefilled=[prefilled for prefilled, _ in members.values()],
+            sampled=[sampled for _, sampled in members.values()],
+        )
+    return found

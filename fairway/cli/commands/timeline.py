@@ -31,7 +31,7 @@ LINES: Final[tuple[Column[Line], ...]] = (
     Column("took", lambda line: _ms(line.took_us) if line.took_us else ""),
     Column("what", lambda line: line.what),
     Column("where", lambda line: line.where, drop=1),
-    Column("detail", lambda line: line.detail, least=44),
+    Column("detail", lambda line: line.detail, least=36),
 )
 NEIGHBOURS: Final[tuple[Column[Neighbour], ...]] = (
     Column("request", lambda one: one.request_id or "(not recorded)", least=28),
