@@ -1,5 +1,9 @@
 """Timelines for tests: a server without any, and one of a request."""
 
+import json
+from collections import defaultdict
+from typing import Any
+
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2
 from services.controlplane.timelines.join import unknown
@@ -81,3 +85,41 @@ def sample_timeline() -> pb.GetTimelineResponse:
             sampled=[sampled for _, sampled in members.values()],
         )
     return found
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """Raise AssertionError unless Perfetto draws every event of the trace where it belongs."""
+    json.loads(json.dumps(trace, allow_nan=False))
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} <= {"M", "X", "i", "s", "f"}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    processes = {event["pid"] for event in events if event["name"] == "process_name"}
+    timed = [event for event in events if event["ph"] != "M"]
+    assert [event["ts"] for event in timed] == sorted(event["ts"] for event in timed)
+    tracks = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    flows = defaultdict[int, list[dict[str, Any]]](list)
+    for event in timed:
+        at = event["pid"], event["tid"]
+        assert at in named
+        assert event["pid"] in processes
+        assert isinstance(event["ts"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], int)
+            assert event["dur"] >= 0
+            tracks[at].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] in "sf":
+            flows[event["id"]].append(event)
+    for bars in tracks.values():
+        open_ends = list[int]()
+        for start, end in bars:  # in order of start, the longest first
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1], "bars of one track cross"
+            open_ends.append(end)
+    for start, end in flows.values():
+        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
+        assert start["ts"] <= end["ts"]
+        for event in (start, end):
+            bars = tracks[event["pid"], event["tid"]]
+            assert any(low <= event["ts"] <= high for low, high in bars), "an arrow without a bar"

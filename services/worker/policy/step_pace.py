@@ -12,7 +12,8 @@ from typing import Final
 
 from services.core.estimates.least_squares import NormalEquations, non_negative
 
-_SAMPLED: Final = 8  # every so many steps one is a sample
+_SAMPLED: Final = 8  # every so many steps one is a sample, after the first ones
+_DENSE: Final = 32
 _KEEP_RATIO: Final = 0.99  # per sample: the fit covers about a hundred
 _FIRST_FIT: Final = 8  # samples before the first fit; later ones follow at twice as many, up to the last
 _LAST_FIT: Final = 64
@@ -37,7 +38,7 @@ class StepPace:
     def observe(self, prefilled: int, output: int, attended: int, step_s: float) -> None:
         """Learn from a step that took ``step_s``."""
         self._steps += 1
-        if self._steps % _SAMPLED or step_s <= 0.0:
+        if step_s <= 0.0 or (self._steps > _DENSE and self._steps % _SAMPLED):
             return
         self._sums.add((1.0, prefilled, output, attended), step_s)
         self._samples += 1
