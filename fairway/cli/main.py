@@ -33,6 +33,7 @@ from fairway.cli.commands import (
     rollouts,
     scaling,
     signatures,
+    timeline,
     usage,
 )
 from fairway.cli.commands.chat import chat
@@ -115,6 +116,7 @@ placements.add_queue(app)
 usage.add(app)
 reliability.add_slis(app)
 placements.add(app)
+timeline.add(app)
 events.add(app)
 login.add(app)
 app.command()(lifecycle.bootstrap)

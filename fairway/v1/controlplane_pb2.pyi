@@ -4376,6 +4376,146 @@ class ExplainPlacementResponse(_message.Message):
 Global___ExplainPlacementResponse: _TypeAlias = ExplainPlacementResponse  # noqa: Y015
 
 @_typing.final
+class GetTimelineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_NAME_FIELD_NUMBER: _builtins.int
+    request_name: _builtins.str
+    """Id of the request or of its response."""
+    def __init__(
+        self,
+        *,
+        request_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_name", b"request_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTimelineRequest: _TypeAlias = GetTimelineRequest  # noqa: Y015
+
+@_typing.final
+class GetTimelineResponse(_message.Message):
+    """All times are of one clock: the gateway's where the end of the request is known, otherwise the control plane's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    SCHEDULER_CLOCK_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    KEPT_TIME_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def finished(self) -> _slis_pb2.FinishedRequest:
+        """Absent: it has not ended, or its end was not kept."""
+
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[_scheduler_pb2.PlacementDecision]:
+        """The oldest first."""
+
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[_scheduler_pb2.RowsExplanation]:
+        """Of a request of a fixed-cost model."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimelineHost]: ...
+    @_builtins.property
+    def scheduler_clock(self) -> Global___ClockCorrection:
+        """What the scheduler's clock was corrected by."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is missing, and why."""
+
+    @_builtins.property
+    def kept_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was collected because the request was slow or failed; absent: now."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        finished: _slis_pb2.FinishedRequest | None = ...,
+        decisions: _abc.Iterable[_scheduler_pb2.PlacementDecision] | None = ...,
+        rows: _abc.Iterable[_scheduler_pb2.RowsExplanation] | None = ...,
+        workers: _abc.Iterable[Global___TimelineHost] | None = ...,
+        scheduler_clock: Global___ClockCorrection | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        kept_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "kept_time", b"kept_time", "scheduler_clock", b"scheduler_clock"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "finished", b"finished", "kept_time", b"kept_time", "notes", b"notes", "request_id", b"request_id", "rows", b"rows", "scheduler_clock", b"scheduler_clock", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTimelineResponse: _TypeAlias = GetTimelineResponse  # noqa: Y015
+
+@_typing.final
+class ClockCorrection(_message.Message):
+    """Added to a host's times. Within the error two clocks agree, and nothing is added."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_US_FIELD_NUMBER: _builtins.int
+    ERROR_US_FIELD_NUMBER: _builtins.int
+    offset_us: _builtins.int
+    error_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset_us: _builtins.int = ...,
+        error_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_us", b"error_us", "offset_us", b"offset_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClockCorrection: _TypeAlias = ClockCorrection  # noqa: Y015
+
+@_typing.final
+class TimelineHost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    CLOCK_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    @_builtins.property
+    def clock(self) -> Global___ClockCorrection: ...
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.RecordedEngine]: ...
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.RecordedSequence]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.RecordedStep]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        clock: Global___ClockCorrection | None = ...,
+        engines: _abc.Iterable[_worker_pb2.RecordedEngine] | None = ...,
+        sequences: _abc.Iterable[_worker_pb2.RecordedSequence] | None = ...,
+        steps: _abc.Iterable[_worker_pb2.RecordedStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock", b"clock", "engines", b"engines", "sequences", b"sequences", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimelineHost: _TypeAlias = TimelineHost  # noqa: Y015
+
+@_typing.final
 class ListWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

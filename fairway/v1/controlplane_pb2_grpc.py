@@ -224,6 +224,11 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/GetTimeline',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListWorkers',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListWorkersRequest.SerializeToString,
@@ -602,6 +607,14 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """A request over time: its stages, its placements and its engine steps with their other members. A tenant sees its
+        own requests, and of the others how many there were. NO_LEADER while no control plane leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListWorkers(self, request, context):
         """The workers as the leading scheduler sees them. NO_LEADER while none leads.
         """
@@ -961,6 +974,11 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ExplainPlacement,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.GetTimelineRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.GetTimelineResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -2119,6 +2137,33 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ExplainPlacement',
             fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ExplainPlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/GetTimeline',
+            fairway_dot_v1_dot_controlplane__pb2.GetTimelineRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.GetTimelineResponse.FromString,
             options,
             channel_credentials,
             insecure,

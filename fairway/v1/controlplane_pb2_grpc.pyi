@@ -86,6 +86,10 @@ class ControlPlaneServiceStub:
     """The deployments whose replicas follow their load: what was decided, why, and from which figures."""
     ExplainPlacement: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]
     """How the placements of a request were decided, as far as the leading scheduler remembers."""
+    GetTimeline: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.GetTimelineRequest, _controlplane_pb2.GetTimelineResponse]
+    """A request over time: its stages, its placements and its engine steps with their other members. A tenant sees its
+    own requests, and of the others how many there were. NO_LEADER while no control plane leads.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]
     """The workers as the leading scheduler sees them. NO_LEADER while none leads."""
     ListEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]
@@ -182,6 +186,10 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """The deployments whose replicas follow their load: what was decided, why, and from which figures."""
     ExplainPlacement: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ExplainPlacementRequest, _controlplane_pb2.ExplainPlacementResponse]  # type: ignore[assignment]
     """How the placements of a request were decided, as far as the leading scheduler remembers."""
+    GetTimeline: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.GetTimelineRequest, _controlplane_pb2.GetTimelineResponse]  # type: ignore[assignment]
+    """A request over time: its stages, its placements and its engine steps with their other members. A tenant sees its
+    own requests, and of the others how many there were. NO_LEADER while no control plane leads.
+    """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListWorkersRequest, _controlplane_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers as the leading scheduler sees them. NO_LEADER while none leads."""
     ListEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListEventsRequest, _controlplane_pb2.ListEventsResponse]  # type: ignore[assignment]
@@ -503,6 +511,16 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ExplainPlacementResponse, _abc.Awaitable[_controlplane_pb2.ExplainPlacementResponse]]:
         """How the placements of a request were decided, as far as the leading scheduler remembers."""
+
+    @_abc_1.abstractmethod
+    def GetTimeline(
+        self,
+        request: _controlplane_pb2.GetTimelineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.GetTimelineResponse, _abc.Awaitable[_controlplane_pb2.GetTimelineResponse]]:
+        """A request over time: its stages, its placements and its engine steps with their other members. A tenant sees its
+        own requests, and of the others how many there were. NO_LEADER while no control plane leads.
+        """
 
     @_abc_1.abstractmethod
     def ListWorkers(

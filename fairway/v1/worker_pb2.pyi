@@ -1024,3 +1024,266 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class ReadStepsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    START_UNIX_US_FIELD_NUMBER: _builtins.int
+    END_UNIX_US_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Only steps with a sequence or row of this request. Empty: every step of the time range."""
+    start_unix_us: _builtins.int
+    """On the worker's clock; 0: without a bound."""
+    end_unix_us: _builtins.int
+    first_step: _builtins.int
+    """next_step of the page before; 0: the first page."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        start_unix_us: _builtins.int = ...,
+        end_unix_us: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_us", b"end_unix_us", "first_step", b"first_step", "request_id", b"request_id", "start_unix_us", b"start_unix_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadStepsRequest: _TypeAlias = ReadStepsRequest  # noqa: Y015
+
+@_typing.final
+class ReadStepsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_US_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_US_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    next_step: _builtins.int
+    """0: there are no further steps."""
+    since_unix_us: _builtins.int
+    """Every step that began after it is recorded."""
+    now_unix_us: _builtins.int
+    """The worker's clock at the answer."""
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedSequence]:
+        """What the steps of this page name, and every sequence of the request."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedEngine]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedStep]: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        sequences: _abc.Iterable[Global___RecordedSequence] | None = ...,
+        engines: _abc.Iterable[Global___RecordedEngine] | None = ...,
+        steps: _abc.Iterable[Global___RecordedStep] | None = ...,
+        next_step: _builtins.int = ...,
+        since_unix_us: _builtins.int = ...,
+        now_unix_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_step", b"next_step", "now_unix_us", b"now_unix_us", "sequences", b"sequences", "since_unix_us", b"since_unix_us", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadStepsResponse: _TypeAlias = ReadStepsResponse  # noqa: Y015
+
+@_typing.final
+class RecordedEngine(_message.Message):
+    """One process of a version's engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    VERSION_DIGEST_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    version_digest: _builtins.str
+    model: _builtins.str
+    rows: _builtins.bool
+    """Its members are rows of a fixed-cost model."""
+    kv_blocks_total: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        version_digest: _builtins.str = ...,
+        model: _builtins.str = ...,
+        rows: _builtins.bool = ...,
+        kv_blocks_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_blocks_total", b"kv_blocks_total", "model", b"model", "number", b"number", "rows", b"rows", "version_digest", b"version_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedEngine: _TypeAlias = RecordedEngine  # noqa: Y015
+
+@_typing.final
+class RecordedSequence(_message.Message):
+    """A sequence on this worker, or the rows of one request in one batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_UNIX_US_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_UNIX_US_FIELD_NUMBER: _builtins.int
+    ENDED_UNIX_US_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MOMENTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    engine: _builtins.int
+    request_id: _builtins.str
+    """Empty: hidden from the caller."""
+    choice: _builtins.int
+    tenant: _builtins.str
+    accepted_unix_us: _builtins.int
+    first_token_unix_us: _builtins.int
+    """0: it has not happened."""
+    ended_unix_us: _builtins.int
+    reason: _builtins.str
+    """Empty while it lives."""
+    prompt_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    output_tokens: _builtins.int
+    @_builtins.property
+    def moments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedMoment]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        engine: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        choice: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        accepted_unix_us: _builtins.int = ...,
+        first_token_unix_us: _builtins.int = ...,
+        ended_unix_us: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        moments: _abc.Iterable[Global___RecordedMoment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_unix_us", b"accepted_unix_us", "cached_tokens", b"cached_tokens", "choice", b"choice", "ended_unix_us", b"ended_unix_us", "engine", b"engine", "first_token_unix_us", b"first_token_unix_us", "moments", b"moments", "number", b"number", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedSequence: _TypeAlias = RecordedSequence  # noqa: Y015
+
+@_typing.final
+class RecordedMoment(_message.Message):
+    """What held a sequence up: PREEMPTED (its KV was taken, and is computed again), YIELDED (its slot went to another
+    tenant), PARKED (its reader gave no credit) or RESUMED.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    UNIX_US_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    unix_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        unix_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "unix_us", b"unix_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedMoment: _TypeAlias = RecordedMoment  # noqa: Y015
+
+@_typing.final
+class RecordedStep(_message.Message):
+    """One engine step, or one batch of rows. Entry i of the columns is of entry i of members."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    START_UNIX_US_FIELD_NUMBER: _builtins.int
+    TOOK_US_FIELD_NUMBER: _builtins.int
+    PREDICTED_US_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_BLOCKS_USED_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    engine: _builtins.int
+    start_unix_us: _builtins.int
+    took_us: _builtins.int
+    predicted_us: _builtins.int
+    """By the engine's own recent steps, from prefilled, decoded and attended tokens. 0: too few so far."""
+    prefill_tokens: _builtins.int
+    kv_blocks_used: _builtins.int
+    running: _builtins.int
+    waiting: _builtins.int
+    size: _builtins.int
+    """How many sequences it had, those of other requests included."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of sequences of the same engine."""
+
+    @_builtins.property
+    def prefilled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output tokens, or rows."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        engine: _builtins.int = ...,
+        start_unix_us: _builtins.int = ...,
+        took_us: _builtins.int = ...,
+        predicted_us: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        kv_blocks_used: _builtins.int = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        size: _builtins.int = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        prefilled: _abc.Iterable[_builtins.int] | None = ...,
+        sampled: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_blocks_used", b"kv_blocks_used", "members", b"members", "number", b"number", "predicted_us", b"predicted_us", "prefill_tokens", b"prefill_tokens", "prefilled", b"prefilled", "running", b"running", "sampled", b"sampled", "size", b"size", "start_unix_us", b"start_unix_us", "took_us", b"took_us", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordedStep: _TypeAlias = RecordedStep  # noqa: Y015

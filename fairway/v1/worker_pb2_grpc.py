@@ -44,6 +44,11 @@ class WorkerServiceStub:
                 request_serializer=fairway_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
                 _registered_method=True)
+        self.ReadSteps = channel.unary_unary(
+                '/fairway.v1.WorkerService/ReadSteps',
+                request_serializer=fairway_dot_v1_dot_worker__pb2.ReadStepsRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_worker__pb2.ReadStepsResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/fairway.v1.WorkerService/DrainWorker',
                 request_serializer=fairway_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
@@ -68,6 +73,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSteps(self, request, context):
+        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DrainWorker(self, request, context):
         """Take no new sequences; return once the running ones ended or the deadline passed.
         """
@@ -87,6 +99,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.GetWorker,
                     request_deserializer=fairway_dot_v1_dot_worker__pb2.GetWorkerRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_worker__pb2.GetWorkerResponse.SerializeToString,
+            ),
+            'ReadSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadSteps,
+                    request_deserializer=fairway_dot_v1_dot_worker__pb2.ReadStepsRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_worker__pb2.ReadStepsResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
@@ -148,6 +165,33 @@ class WorkerService:
             '/fairway.v1.WorkerService/GetWorker',
             fairway_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
             fairway_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.WorkerService/ReadSteps',
+            fairway_dot_v1_dot_worker__pb2.ReadStepsRequest.SerializeToString,
+            fairway_dot_v1_dot_worker__pb2.ReadStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

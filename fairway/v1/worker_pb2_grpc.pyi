@@ -35,6 +35,8 @@ class WorkerServiceStub:
     """One per gateway: sequences are started, credited and cancelled; one frame per engine step comes back."""
     GetWorker: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerRequest, _worker_pb2.GetWorkerResponse]
     """What is loaded, and how it fares."""
+    ReadSteps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadStepsRequest, _worker_pb2.ReadStepsResponse]
+    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainWorkerRequest, _worker_pb2.DrainWorkerResponse]
     """Take no new sequences; return once the running ones ended or the deadline passed."""
 
@@ -45,6 +47,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """One per gateway: sequences are started, credited and cancelled; one frame per engine step comes back."""
     GetWorker: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerRequest, _worker_pb2.GetWorkerResponse]  # type: ignore[assignment]
     """What is loaded, and how it fares."""
+    ReadSteps: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadStepsRequest, _worker_pb2.ReadStepsResponse]  # type: ignore[assignment]
+    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainWorkerRequest, _worker_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Take no new sequences; return once the running ones ended or the deadline passed."""
 
@@ -64,6 +68,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetWorkerResponse, _abc.Awaitable[_worker_pb2.GetWorkerResponse]]:
         """What is loaded, and how it fares."""
+
+    @_abc_1.abstractmethod
+    def ReadSteps(
+        self,
+        request: _worker_pb2.ReadStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ReadStepsResponse, _abc.Awaitable[_worker_pb2.ReadStepsResponse]]:
+        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

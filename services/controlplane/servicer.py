@@ -35,6 +35,7 @@ from services.controlplane.rollouts.convert import (
     stored_to_proto,
 )
 from services.controlplane.service import ControlPlaneService
+from services.controlplane.timelines.join import visible_to
 from services.controlplane.watcher import (
     Name,
     ResourceChange,
@@ -97,6 +98,12 @@ class ScalingPages(Protocol):
     async def page(self, request: pb.ListScalingRequest, *, forwarded: bool) -> pb.ListScalingResponse: ...
 
 
+class TimelineAnswers(Protocol):
+    """``timelines.collector.Timelines``."""
+
+    async def get(self, request: pb.GetTimelineRequest, *, forwarded: bool) -> pb.GetTimelineResponse: ...
+
+
 class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
@@ -106,6 +113,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         usage: UsagePages,
         slis: SliPages,
         scaling: ScalingPages,
+        timelines: TimelineAnswers,
         *,
         audit: AuditReader,
         require_current: Callable[[Principal], None],
@@ -120,6 +128,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._usage = usage
         self._slis = slis
         self._scaling = scaling
+        self._timelines = timelines
         self._audit = audit
         self._require_current = require_current
 
@@ -527,6 +536,11 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             leader_id=found.leadership.leader_id,
             leader_epoch=found.leadership.epoch,
         )
+
+    async def GetTimeline(self, request: pb.GetTimelineRequest, context: Context) -> pb.GetTimelineResponse:
+        found = await self._timelines.get(request, forwarded=not caller())
+        tenant = caller_tenant()
+        return visible_to(found, tenant) if tenant else found
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         page = await self._scheduler.workers(size=request.page_size, token=request.page_token)

@@ -6,7 +6,7 @@ frame and choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -46,6 +46,7 @@ log = structlog.get_logger()
 FINISHED: Final = "finished"
 FAILED: Final = "failed"
 CONDEMNED: Final = "condemned"
+_GENERATION: Final = "generate_content"  # gen_ai.operation.name, whichever face it came through
 
 
 class GatewayTelemetry:
@@ -189,9 +190,10 @@ class GatewayTelemetry:
         self._requests.add(request.received.face, outcome, reason, fault_of(reason))
         stages_us = _stages_us(clock)
         total_us = sum(stages_us)
+        exemplar, unix_s = request.exemplar, (clock.received_unix_us + total_us) / 1e6
         for stage_us, cell in zip(stages_us, self._stages, strict=True):
-            cell.observe(stage_us / 1e6)
-        self._e2e.observe(total_us / 1e6, outcome)
+            cell.observe_as(stage_us / 1e6, exemplar, unix_s)
+        self._e2e.cell(outcome).observe_as(total_us / 1e6, exemplar, unix_s)
         if request.tenant:
             names = request.tenant_label, request.model_label
             self._by_tenant.add(*names, outcome)
@@ -204,7 +206,8 @@ class GatewayTelemetry:
     def pace(self, request: RequestTelemetry) -> TokenPace:
         label = request.model_label
         return TokenPace(
-            request.received.monotonic_s,
+            request.received,
+            request.exemplar,
             request.latencies,
             self._ttft.cell(label),
             self._itl.cell(label),
@@ -216,14 +219,18 @@ class RequestTelemetry:
     """One request, from its receipt to its one end."""
 
     __slots__ = (
-        "_owner", "_subject", "_trace", "changes", "fallback", "latencies", "model", "model_label",
-        "received", "tenant", "tenant_label", "usage",
+        "_operation", "_owner", "_subject", "_trace", "changes", "exemplar", "fallback", "latencies", "model",
+        "model_label", "received", "tenant", "tenant_label", "usage",
     )  # fmt: skip
 
     def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
         self._owner = owner
         self._trace = StageTrace.open(owner.tracing, received)
         self.received = received
+        self.exemplar = {"request_id": received.request_id}
+        if self._trace is not None:
+            self.exemplar["trace_id"] = self._trace.trace_id
+        self._operation = ""
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.usage = NO_USAGE
         self.latencies = RequestLatencies()
@@ -257,6 +264,7 @@ class RequestTelemetry:
 
     def accepted(self, tenant: str, spec: GenerationSpec) -> None:
         """The request was admitted, or is served by another version from now on."""
+        self._operation = _GENERATION
         arm = ArmKey(spec.model, spec.version_digest)
         key = SliKey(arm, tenant, spec.priority, self._owner.slis.zone)
         tokens = len(spec.prompt.ids)
@@ -315,9 +323,26 @@ class RequestTelemetry:
                     "fairway.degraded": self.changes,
                     "fairway.output_tokens": self.usage.output_tokens,
                     "fairway.resumes": resumes,
+                    **self._gen_ai(reason),
                 },
                 error="" if outcome == FINISHED else reason,
             )
+
+    def _gen_ai(self, reason: str) -> dict[str, str | int]:
+        """Return the attributes of OpenTelemetry's conventions for generative AI; {} for other requests."""
+        if not self._operation:
+            return {}
+        failed: dict[str, str | int] = {} if reason == faults.FINISHED else {"error.type": reason}
+        return {
+            "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": "fairway",
+            "gen_ai.request.model": self.model,
+            "gen_ai.response.id": self.received.request_id,
+            "gen_ai.usage.input_tokens": self.usage.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.usage.cached_tokens,
+            "gen_ai.usage.output_tokens": self.usage.output_tokens,
+            **failed,
+        }
 
     def _note(self, key: SliKey, reason: str, clock: StageClock) -> None:
         if key.tenant != SHADOW_TENANT:
@@ -340,17 +365,23 @@ class RequestTelemetry:
 class TokenPace:
     """The arrival times of one choice's tokens. Called once per frame: it must be cheap."""
 
-    __slots__ = ("_first_s", "_itl", "_last_s", "_latencies", "_received_s", "_tpot", "_ttft")
+    __slots__ = (
+        "_exemplar", "_first_s", "_itl", "_last_s", "_latencies", "_received_s", "_tpot", "_ttft",
+        "_zero_unix_s",
+    )  # fmt: skip
 
     def __init__(
         self,
-        received_s: float,
+        received: Received,
+        exemplar: Mapping[str, str],
         latencies: RequestLatencies,
         ttft: HistogramCell,
         itl: HistogramCell,
         tpot: HistogramCell,
     ) -> None:
-        self._received_s = received_s
+        self._received_s = received.monotonic_s
+        self._zero_unix_s = received.unix_us / 1e6 - received.monotonic_s  # Unix time of the clock's zero
+        self._exemplar = exemplar
         self._latencies = latencies
         self._ttft, self._itl, self._tpot = ttft, itl, tpot
         self._first_s = self._last_s = 0.0
@@ -360,11 +391,11 @@ class TokenPace:
         last_s, self._last_s = self._last_s, now_s
         if last_s:
             gap_s = (now_s - last_s) / count
-            self._itl.observe(gap_s, count)
+            self._itl.observe_as(gap_s, self._exemplar, self._zero_unix_s + now_s, count)
             self._latencies.gap(gap_s, count)
         elif count:
             self._first_s = now_s
-            self._ttft.observe(now_s - self._received_s)
+            self._ttft.observe_as(now_s - self._received_s, self._exemplar, self._zero_unix_s + now_s)
             self._latencies.ttft_s.append(now_s - self._received_s)
 
     def finished(self, output_tokens: int, now_s: float) -> None:

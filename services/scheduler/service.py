@@ -66,7 +66,9 @@ class SchedulerService:
         self._clock = clock
         self._rng = rng
         self._term: Term | None = None
-        self._decisions = DecisionLog(clock, settings.profile)
+        self._decisions = decisions = DecisionLog(clock, settings.profile)
+        if telemetry is not None:
+            telemetry.export_decisions(lambda: (decisions.entries, decisions.forgotten))
         self.questions = RowQuestions()
 
     @property

@@ -46,6 +46,7 @@ class SchedulerTelemetry:
         tracing: Tracing | None = None,
         lines: LineBudget | None = None,
     ) -> None:
+        self._metrics = metrics
         self._models = metrics.models
         self._clock = clock
         self._tracing = tracing if tracing is not None else Tracing(clock)
@@ -149,6 +150,20 @@ class SchedulerTelemetry:
             "fairway_scheduler_prefix_blocks",
             "Cached prefix blocks in the leader's index",
             self._level(lambda term: len(term.fleet.prefixes)),
+        )
+
+    def export_decisions(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Export the log of decisions; ``counts`` returns how many it holds and how many it has forgotten."""
+
+        def read() -> Reading:
+            held, forgotten = counts()
+            return ((("recorded",), held + forgotten), (("overwritten",), forgotten))
+
+        self._metrics.counted(
+            "fairway_scheduler_recorded_decisions_total",
+            "Placements in the log of decisions: recorded so far, and of these replaced by newer ones",
+            read,
+            ("which",),
         )
 
     def term_started(self, term: LedTerm) -> None:

@@ -356,6 +356,10 @@ class Stepped(EngineMessage, frozen=True):
     # One entry per token: the score of the version's probe for the text before the token. Of a sequence that
     # does not request it the entry means nothing; empty where none does.
     probe_scores: list[float] = []
+    # By handle: prompt tokens that the step computed. After a preemption they include output tokens.
+    prefilled: dict[int, int] = {}
+    # Handles preempted since the step before; their KV is computed again, here or on another worker.
+    preempted: list[int] = []
 
 
 class EngineHeartbeat(EngineMessage, frozen=True):

@@ -19,6 +19,7 @@ from services.runtime.telemetry.metrics import COUNTS, GAP_S, LATENCY_S, Labels,
 from services.runtime.telemetry.tracing import Tracing
 from services.worker.batcher.telemetry import BatchInstruments
 from services.worker.engine_protocol import Stepped
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.live_sequence import WorkerSequence
 
 log = structlog.get_logger()
@@ -125,6 +126,7 @@ class WorkerTelemetry:
         self._fallback_starts = metrics.counter(
             "fairway_worker_fallback_starts_total", "Sequences accepted from fallback placement"
         )
+        self.recorder = StepRecorder(clock, metrics)
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
             "Version load, by part: fetch, the download of its files; engine, from its start until it is "
@@ -202,6 +204,9 @@ class WorkerTelemetry:
                 "fairway.reason": reason,
                 "fairway.fallback": sequence.fallback,
                 "fairway.output_tokens": sequence.output_tokens,
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": sequence.prompt_tokens,
+                "gen_ai.usage.output_tokens": sequence.output_tokens,
             },
         )
         started_s, first_s = sequence.prefill_started_s, sequence.first_token_s

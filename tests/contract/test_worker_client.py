@@ -39,6 +39,7 @@ from services.runtime.supervisor import Supervisor
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
 from services.worker.servicer import WorkerServicer
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.kv import PoolLimits
@@ -176,6 +177,7 @@ def new_host(clock: Clock, sent: list[wire.Command]) -> tuple[SequenceHost, Sequ
         send=send,
         clock=clock,
         charges=UsageAccounting(host.tally),
+        recorder=StepRecorder(clock).engine(DIGEST, "m"),
         changed=host.note_change,
     )
     host.add(table)

@@ -24,6 +24,7 @@ from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.process import BatchRunner
 from services.worker.engine_protocol import BatchRaised, BatchRan, Command, RowCosts, RowModel, RunBatch
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.charges import DeviceKind, DeviceTime
 from services.worker.streams.outbox import Outbox
 from tests.integration.leased_rows import RowNode, RowRig, row_rig
@@ -86,6 +87,7 @@ class BatcherNode(RowNode):
             changed=lambda: self.host.changed(),
             draining=lambda: False,
             charges=RowCharges(DIGEST, "embed", self.host.tally, self.device),
+            recorder=StepRecorder(self.clock).engine(DIGEST, "embed", rows=True),
             sacrifice=KeptSacrifice(),
         )
         rows = RowModel(facts.operation, facts.dtype, facts.inputs, facts.max_tokens, True, COSTS)

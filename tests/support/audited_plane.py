@@ -44,6 +44,7 @@ from simulator.stores.limiter import MemoryLimiter
 from tests.support.election import StaticElection
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
+from tests.support.timelines import NoTimelines
 from tests.support.tlog_verifier import Client
 from tests.support.usage_ledgers import NoUsage
 
@@ -196,6 +197,7 @@ async def audited_plane(
                     NoUsage(),
                     NoSlis(),
                     NoScaling(),
+                    NoTimelines(),
                     audit=AuditReader(audited, tiles),
                     require_current=lambda _: None,
                 ),

@@ -17,6 +17,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, w
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, blocks_of
+from fairway.timelines import STAGES
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import slis_pb2 as pb
@@ -116,7 +117,6 @@ def _not_one(fingerprint: str, found: list[cp.QuarantinedInput]) -> CliError:
     )
 
 
-STAGES: Final = ("validate", "admit", "queue", "dispatch", "engine wait", "prefill", "decode", "send")
 requests = typer.Typer(help="Find requests that ended lately.", no_args_is_help=True)
 
 

@@ -519,6 +519,14 @@ class Placements:
         )
         return answer
 
+    async def timeline(self, request_id: str, *, timeout_s: float | None = None) -> cp.GetTimelineResponse:
+        """Return a request over time, with the other members of its steps. Raises NotFound, or Unavailable
+        without a leading control plane."""
+        answer: cp.GetTimelineResponse = await self._service.call(
+            "GetTimeline", timeout_s=timeout_s, request_name=request_id
+        )
+        return answer
+
     async def workers(
         self, *, limit: int | None = None, timeout_s: float | None = None
     ) -> Sequence[sched.Reporter]:

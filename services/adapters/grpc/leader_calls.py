@@ -36,6 +36,7 @@ _LOADS_PAGE: Final = 1000
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
 REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
+TIMELINE_S: Final = 10.0  # the leader asks the scheduler, then the workers, for up to 8 s
 REPORT_USAGE_S: Final = 15.0
 USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
 
@@ -176,6 +177,20 @@ class GrpcSlis(LeaderCalls):
             lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
             request,
             SLIS_S,
+        )
+        return answer
+
+
+class GrpcTimelines(LeaderCalls):
+    """Queries of the leader's timelines. Implements ``controlplane.timelines.collector.LeadingTimelines``."""
+
+    ROLE = "control plane"
+
+    async def timeline(self, request: cp.GetTimelineRequest) -> cp.GetTimelineResponse:
+        answer: cp.GetTimelineResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).GetTimeline,
+            request,
+            TIMELINE_S,
         )
         return answer
 

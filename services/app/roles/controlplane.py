@@ -16,7 +16,8 @@ from fairway.v1 import (
     usage_pb2_grpc,
 )
 from services.adapters.alertmanager import Alertmanager
-from services.adapters.grpc.leader_calls import GrpcQueues, GrpcScaling
+from services.adapters.grpc.leader_calls import GrpcQueues, GrpcScaling, GrpcTimelines
+from services.adapters.grpc.worker_steps import GrpcSteps
 from services.adapters.node_command import CommandNodes
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
@@ -51,12 +52,13 @@ from services.controlplane.telemetry import (
     ReconcilerTelemetry,
     ScalingTelemetry,
 )
+from services.controlplane.timelines.collector import Timelines, TimelineSources
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.limits import Price
-from services.core.records import DEPLOYMENTS, ROOT, Deployment
+from services.core.records import DEPLOYMENTS, ROOT, WORKERS, Deployment, Worker
 from services.ports.nodes import NodeProvider
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
@@ -86,6 +88,7 @@ def controlplane(environment: Environment) -> Role:
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
+    timelines = _open_timelines(environment, fleet, queues, slis)
     reconciler = Reconciler(
         store,
         fleet,
@@ -120,7 +123,15 @@ def controlplane(environment: Environment) -> Role:
             environment.supervisor.spawn(name, run())
 
     servicer = ControlPlaneServicer(
-        service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
+        service,
+        store,
+        queues,
+        usage,
+        sums,
+        scaling,
+        timelines,
+        audit=reader,
+        require_current=keys.require_current,
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
@@ -268,6 +279,29 @@ def _open_scaling(
     environment.closing.push_async_callback(leader.close)
     environment.supervisor.spawn("scaling", controller.run())
     return controller, ScalingListing(environment.store, controller, leader)
+
+
+def _open_timelines(
+    environment: Environment, fleet: Informer[FleetRecord | None], queues: GrpcQueues, slis: SliStore
+) -> Timelines:
+    """Return the timelines of requests; those of slow and failed ones are collected from now on."""
+    leader = GrpcTimelines(
+        open_directory(environment, "controlplane"),
+        environment.internal_token,
+        environment.clock,
+        environment.certificates,
+    )
+    environment.closing.push_async_callback(leader.close)
+
+    def address_of(worker_id: str) -> str:
+        held = fleet.view.get(WORKERS + worker_id)
+        return held.record.address if held is not None and isinstance(held.record, Worker) else ""
+
+    steps = GrpcSteps(environment.internal_token, environment.certificates)
+    sources = TimelineSources(slis, queues, steps, address_of, leader)
+    timelines = Timelines(sources, environment.clock, environment.metrics)
+    environment.supervisor.spawn("timelines", timelines.run())
+    return timelines
 
 
 def _stores(environment: Environment, redis: RedisLimiter) -> dict[str, Callable[[], str]]:

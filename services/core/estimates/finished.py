@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Final
 
 from msgspec import Struct
@@ -80,6 +81,7 @@ class FinishedRequests:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self.added = 0  # how many were added so far
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -87,8 +89,13 @@ class FinishedRequests:
     def add(self, requests: Iterable[FinishedRequest]) -> None:
         for request in requests:
             self._kept[request.request_id] = request
+            self.added += 1
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
+
+    def newest(self, count: int) -> Sequence[FinishedRequest]:
+        """Return those added last."""
+        return tuple(islice(reversed(self._kept.values()), count))
 
     def find(
         self, takes: Callable[[FinishedRequest], bool], *, slow: bool, limit: int

@@ -113,6 +113,11 @@ class StageTrace:
         """The trace context of the current stage for another process."""
         return traceparent_of(self._stage if self._stage is not None else self._root)
 
+    @property
+    def trace_id(self) -> str:
+        """The id under which a collector has the trace, in hex."""
+        return f"{self._root.get_span_context().trace_id:032x}"
+
     def entered(self, stage: str, now_s: float) -> None:
         """End the previous stage's span and begin this stage's."""
         self.left(now_s)

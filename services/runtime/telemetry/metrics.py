@@ -14,6 +14,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 Labels = tuple[str, ...]
 Reading = Iterable[tuple[Labels, float]]
@@ -62,18 +63,35 @@ class CounterCell:
 
 
 class HistogramCell:
-    """One child of a histogram. ``observe`` costs a binary search and three additions."""
+    """One child of a histogram. ``observe`` costs a binary search and three additions.
 
-    __slots__ = ("_bounds", "counts", "total")
+    Each bucket has the last exemplar that came with a value: labels that lead to the request or trace, with
+    their names at most 128 characters, and its Unix time. Only OpenMetrics has a form for them.
+    """
+
+    __slots__ = ("_bounds", "_exemplars", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
+        self._exemplars: dict[int, tuple[Mapping[str, str], float, float]] = {}
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
+
+    def observe_as(self, value: float, exemplar: Mapping[str, str], unix_s: float, times: int = 1) -> None:
+        """As ``observe``, of the request that the exemplar names."""
+        at = bisect_left(self._bounds, value)
+        self.counts[at] += times
+        self.total += value * times
+        self._exemplars[at] = exemplar, value, unix_s
+
+    def exemplar(self, at: int) -> tuple[Exemplar] | tuple[()]:
+        """Return the exemplar of a bucket, if it has one."""
+        found = self._exemplars.get(at)
+        return () if found is None else (Exemplar(dict(found[0]), found[1], found[2]),)
 
 
 class Counter:
@@ -123,7 +141,9 @@ class Histogram:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         for values, cell in self._cells.items():
-            family.add_metric(values, list(zip(names, accumulate(cell.counts), strict=True)), cell.total)
+            sums = zip(names, accumulate(cell.counts), strict=True)
+            buckets = [(*found, *cell.exemplar(at)) for at, found in enumerate(sums)]
+            family.add_metric(values, buckets, cell.total)
         return family
 
 

@@ -114,6 +114,7 @@ class DecisionLog:
         self._by_request: dict[str, list[_Record]] = {}
         self._open: dict[Key, _Record] = {}
         self._bytes = 0
+        self.forgotten = 0  # records that newer ones replaced
         self._since_unix_s = clock.unix_s()
 
     @property
@@ -305,6 +306,7 @@ class DecisionLog:
 
     def _forget(self, record: _Record) -> None:
         self._bytes -= record.size_bytes
+        self.forgotten += 1
         self._since_unix_s = max(self._since_unix_s, record.decision.queued_unix_s)
         mine = self._by_request[record.request_id]
         mine.remove(record)

@@ -61,6 +61,7 @@ from services.worker.slots.engine_settings import EngineSettings
 from services.worker.slots.version_engine import RESIZABLE, WITH_ENGINE, SlotContext
 from services.worker.slots.version_files import LocalFiles
 from services.worker.slots.version_slot import VersionSlot
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.kv import PoolStats
 from services.worker.telemetry import EngineLevels, WorkerTelemetry
@@ -204,6 +205,11 @@ class WorkerAgent:
             draining=self._host.draining,
             versions=tuple(self._status_of(record) for record in self._records()),
         )
+
+    @property
+    def recorder(self) -> StepRecorder:
+        """The flight recorder of its engines."""
+        return self._context.telemetry.recorder
 
     def levels(self) -> tuple[EngineLevels, ...]:
         """Return the current levels of each version, for the metrics."""

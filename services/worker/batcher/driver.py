@@ -37,6 +37,7 @@ from services.worker.batcher.search import RowSearch, RowSearches
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, RowModel
 from services.worker.slots.engine_process import Crashed, EngineExit, RunningEngine
+from services.worker.step_recorder import EngineRecorder
 from services.worker.streams.live_row import LiveRow
 from services.worker.streams.outbox import Outbox
 
@@ -67,6 +68,7 @@ class BatcherContext:
     changed: Callable[[], None]  # free slots, or rows, changed
     draining: Callable[[], bool]  # no new rows come
     charges: RowCharges
+    recorder: EngineRecorder
     sacrifice: Sacrifice
     window: Window = field(default_factory=DerivedWindow)  # decides when a batch starts
     telemetry: BatcherTelemetry | None = None
@@ -338,6 +340,12 @@ class Batcher:
         elapsed_s = now_s - run.began_s - run.paused_s
         self._context.charges.ran(ran, event.run_s)
         if ran:
+            self._context.recorder.ran(
+                run.rows,
+                began_s=run.began_s,
+                predicted_s=self.curve.mean_s(run.width, len(ran)),
+                waiting=len(self._choice),
+            )
             self._measure(run, ran, event.run_s, elapsed_s, now_s)
         explained: set[str] = set()  # requests that have the window
         for place, row in enumerate(run.rows):

@@ -417,7 +417,8 @@ class Engine:
         if self._reuse is not None:
             cached = {c.sequence.handle: c.start for c in batch.prefills if c.start == c.sequence.cached}
         attended = sum(map(len, map(_TOKENS, batch.decodes)))
-        return Work(len(batch.decodes), batch.prefill_tokens, attended, cached)
+        prefilled = {c.sequence.handle: c.end - c.start for c in batch.prefills}
+        return Work(len(batch.decodes), batch.prefill_tokens, attended, cached, prefilled)
 
     # --- ahead of the commit -------------------------------------------------------------------------
 
@@ -493,6 +494,8 @@ class Engine:
             proposed_tokens=sum(each.proposed for each in outcome.verified),
             accepted_tokens=sum(each.accepted for each in outcome.verified),
             prefill_s=prefill_s,
+            prefilled=work.prefilled,
+            preempted=self._planner.take_preempted(),
             device_us=device_us,
             settled=settled,
             embeddings=embeddings,

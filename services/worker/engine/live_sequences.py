@@ -23,12 +23,14 @@ PromptLogprobs = dict[int, list[SampledLogprobs]]  # log-probabilities of prompt
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a step is measured by: its decodes read ``attended_tokens`` of KV; ``cached`` is by handle what of
-    a prompt came from a cache, in the step that first computes it."""
+    a prompt came from a cache, in the step that first computes it; ``prefilled`` by handle the tokens of each
+    prefill."""
 
     decodes: int = 0
     prefill_tokens: int = 0
     attended_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)
+    prefilled: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

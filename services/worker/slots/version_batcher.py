@@ -260,6 +260,7 @@ class VersionBatcher:
             changed=self._changed,
             draining=lambda: not host.takes(version.version_digest),
             charges=RowCharges(version.version_digest, version.deployment, host.tally, host.device),
+            recorder=telemetry.recorder.engine(version.version_digest, version.deployment, rows=True),
             sacrifice=self._sacrifice,
             window=DerivedWindow() if window_s < 0 else FixedWindow(window_s),
             telemetry=BatcherTelemetry(telemetry.batches, version.deployment),

@@ -487,6 +487,9 @@ class VersionEngine:
             members=lambda: process.members,
             clock=context.clock,
             charges=UsageAccounting(context.host.tally, context.host.device),
+            recorder=context.telemetry.recorder.engine(
+                first.version.version_digest, first.version.deployment, kv_blocks_total=event.kv_blocks_total
+            ),
             changed=context.host.note_change,
             slow_reader_s=context.settings.slow_reader_s,
             used_handles=loaded.handles,

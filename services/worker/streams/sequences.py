@@ -18,6 +18,7 @@ from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import TextStream, Vocabulary
 from services.worker.policy.engine_failures import StallDetector, role_of
+from services.worker.step_recorder import EngineRecorder
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.kv import PoolLimits, PoolStats, Reservations
 from services.worker.streams.live_sequence import SlotState, WorkerSequence
@@ -241,6 +242,7 @@ class SequenceTable:
         members: Callable[[], Collection[int]] = tuple,
         clock: Clock,
         charges: UsageAccounting,
+        recorder: EngineRecorder,
         changed: Callable[[], None],
         slow_reader_s: float = 30.0,
         used_handles: int = 0,
@@ -261,6 +263,7 @@ class SequenceTable:
         self._members = members
         self._clock = clock
         self.charges = charges
+        self._recorder = recorder
         self._changed = changed
         self._slow_reader_s = slow_reader_s
         self._telemetry = version.telemetry
@@ -314,6 +317,7 @@ class SequenceTable:
             return False
         self._last_number = sequence.number
         self._live[sequence.number] = sequence
+        self._recorder.started(sequence)
         if sequence.has_credit:
             self._make_slot(spec)
             self._run(sequence)
@@ -621,7 +625,8 @@ class SequenceTable:
             self.prefills.remove(sequence)
 
     def _note_ended(self, sequence: WorkerSequence, reason: FinishReason, error: str = "") -> None:
-        """Record the end in usage accounting and telemetry."""
+        """Record the end in usage accounting, telemetry and the flight recorder."""
+        self._recorder.ended(sequence, reason.value)
         self.charges.add_ended(sequence, reason, self._clock.monotonic_s())
         self.versions.note_ended(sequence, "not_finite" if error == NOT_FINITE else reason.value)
 
@@ -644,6 +649,7 @@ class SequenceTable:
 
     def _note_step(self, event: wire.Stepped) -> None:
         self.stats.note_step(event)
+        self._recorder.stepped(event)
         added, evicted = event.prefix_added, event.prefix_removed
         if (added or evicted) and self.kv.change_cached(added, evicted, self._live.values()):
             self._changed()
@@ -677,6 +683,7 @@ class SequenceTable:
             self._make_slot(sequence.spec)
             self.slots.take(sequence)
             self._run(sequence)
+            self._recorder.noted(sequence, "RESUMED")
             self._send(wire.Credit([sequence.number], [sequence.credit_limit]))
         self._changed()
 
@@ -684,6 +691,7 @@ class SequenceTable:
         """Free a slot for a sequence: another one yields its slot if none is free."""
         if self.slots.taken >= self.slots.most and (victim := self.slots.victim(spec)) is not None:
             self._leave(victim)
+            self._recorder.noted(victim, "YIELDED")
             self.slots.put(victim, SlotState.RETURNING)
             self._send(wire.Park([victim.number]))
 
@@ -703,4 +711,5 @@ class SequenceTable:
     def _wait_for_reader(self, sequence: WorkerSequence) -> None:
         """Park a sequence that is in no group until it has credit."""
         sequence.blocked_since_s = self._clock.monotonic_s()
+        self._recorder.noted(sequence, "PARKED")
         self.slots.put(sequence, SlotState.PARKED)

@@ -34,6 +34,7 @@ from tests.support.registry import TOKEN
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
 from tests.support.stack import ROOT
+from tests.support.timelines import NoTimelines
 from tests.support.waiting import until
 
 ASKED = {"scope": "openid"}
@@ -55,7 +56,15 @@ async def control_plane(provider: OidcProvider) -> AsyncIterator[str]:
     queues: Any = nothing
     audit = AuditReader(store, MemoryLedger())
     servicer = ControlPlaneServicer(
-        service, store, queues, ScriptedUsage(), NoSlis(), NoScaling(), audit=audit, require_current=require
+        service,
+        store,
+        queues,
+        ScriptedUsage(),
+        NoSlis(),
+        NoScaling(),
+        NoTimelines(),
+        audit=audit,
+        require_current=require,
     )
     server = RpcServer(
         [

@@ -41,6 +41,7 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
+from tests.support.timelines import NoTimelines
 
 
 @pytest_asyncio.fixture
@@ -84,6 +85,7 @@ async def plane() -> AsyncIterator[Plane]:
                     usage,
                     NoSlis(),
                     NoScaling(),
+                    NoTimelines(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),

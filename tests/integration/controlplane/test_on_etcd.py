@@ -74,6 +74,7 @@ from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
+from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 
 ADMIN = auth_metadata("admin")
@@ -142,6 +143,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
                     NoUsage(),
                     NoSlis(),
                     NoScaling(),
+                    NoTimelines(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=lambda _: None,
                 ),

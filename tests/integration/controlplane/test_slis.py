@@ -36,6 +36,7 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
 from tests.support.scaling import NoScaling
 from tests.support.slis import DIGEST, Measurements, key_of, sums_of
+from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
@@ -62,6 +63,7 @@ class OnePlane:
             NoUsage(),
             listing,
             NoScaling(),
+            NoTimelines(),
             audit=AuditReader(store, MemoryLedger()),
             require_current=lambda _: None,
         )

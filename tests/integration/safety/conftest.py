@@ -62,6 +62,7 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import ADMIN, Served, served
 from tests.support.scaling import NoScaling
 from tests.support.slis import NoSlis
+from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 from tests.support.waiting import until
 
@@ -208,6 +209,7 @@ def _control_plane(store: EtcdStore) -> RpcServer:
         NoUsage(),
         NoSlis(),
         NoScaling(),
+        NoTimelines(),
         audit=AuditReader(store, MemoryLedger()),
         require_current=lambda _: None,
     )

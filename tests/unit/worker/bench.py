@@ -12,6 +12,7 @@ from services.core.generation import GenerationSpec, Grant, OutputLimits, Prompt
 from services.core.records import Priority
 from services.worker import engine_protocol as wire
 from services.worker.detokenizer import ByteLevelVocabulary, byte_of_char
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.charges import DeviceKind, DeviceTime, UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.kv import PoolLimits
@@ -54,6 +55,7 @@ class Bench:
     clock: HandClock
     new_table: Callable[[PoolLimits], SequenceTable]
     usage: KeptUsage
+    recorder: StepRecorder
     sent: list[wire.Command] = field(default_factory=list)
     connected: bool = True
     members: tuple[int, ...] = ()  # of the step that the engine announces
@@ -197,6 +199,8 @@ def new_bench(byte_level: Tokenizer) -> Bench:
     vocabulary = ByteLevelVocabulary(byte_level)
     vocabulary.cover(512)
 
+    recorder = StepRecorder(clock)
+
     def new_table(limits: PoolLimits) -> SequenceTable:
         return SequenceTable(
             ServedVersion(DIGEST, "m"),
@@ -206,12 +210,13 @@ def new_bench(byte_level: Tokenizer) -> Bench:
             members=lambda: made.members,
             clock=clock,
             charges=UsageAccounting(host.tally, host.device),
+            recorder=recorder.engine(DIGEST, "m", kv_blocks_total=limits.kv_blocks_total),
             changed=host.note_change,
             slow_reader_s=30.0,
         )
 
     table = new_table(PoolLimits(kv_blocks_total=10, block_size=16, max_model_len=160, max_sequences=8))
-    made = Bench(host, table, clock, new_table, usage)
+    made = Bench(host, table, clock, new_table, usage, recorder)
     host.changed = lambda: setattr(made, "changes", made.changes + 1)
     host.add(table)
     return made

@@ -213,6 +213,12 @@ class Planner:
         self._suspect: SequenceState | None = None  # the sequence that runs in steps of its own
         self._suspect_before = False  # the step before was one of these
         self.preemptions = 0
+        self._preempted: list[int] = []  # handles preempted since they were last taken
+
+    def take_preempted(self) -> list[int]:
+        """Return the handles that were preempted since the last call."""
+        found, self._preempted = self._preempted, []
+        return found
 
     @property
     def running(self) -> int:
@@ -582,6 +588,7 @@ class Planner:
         victim.preemptions += victim.computed > victim.cached  # one that had not begun loses nothing
         self._release(victim)
         self.preemptions += 1
+        self._preempted.append(victim.handle)
         if victim.preemptions >= MAX_PREEMPTIONS or not self._budgets.fits_alone(victim):
             self._places.put(victim, Status.FINISHED)
             return True

@@ -38,14 +38,17 @@ from fairway.cli.commands.rollouts import ROLLOUTS
 from fairway.cli.commands.scaling import SCALING
 from fairway.cli.commands.status import COLUMNS as PARTS
 from fairway.cli.commands.status import Part
+from fairway.cli.commands.timeline import LINES, NEIGHBOURS
 from fairway.cli.fleet.record import Restarts
-from fairway.cli.terminal.listing import lines_of
+from fairway.cli.terminal.listing import lines_of as lines_of_resource
 from fairway.cli.terminal.table import Column, blocks_of, table_of, visible
+from fairway.timelines import lines_of, neighbours_of
 from fairway.tls import Leaf, SpiffeId
 from fairway.v1 import common_pb2, slis_pb2, worker_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import scheduler_pb2 as pb
+from tests.support.timelines import sample_timeline
 
 GOLDEN: Final = Path(__file__).parent / "golden"
 WIDTHS: Final = (80, 120)
@@ -285,6 +288,7 @@ _SCALED: Final = cp.DeploymentScaling(
     decide_time=NOON,
     start=Duration(seconds=48),
 )
+_TIMELINE: Final = sample_timeline()
 VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     "nodes": (nodes.NODES.columns, [_NODE]),
     "audit": (audit.EVENTS.columns, _audit()),
@@ -370,6 +374,8 @@ VIEWS: Final[dict[str, tuple[Sequence[Column[Any]], list[Any]]]] = {
     "requests": (REQUESTS.columns, _requests()),
     "explain": (DECISIONS, _decisions()),
     "explain-rows": (ROWS, [_row()]),
+    "timeline": (LINES, lines_of(_TIMELINE)),
+    "timeline-neighbours": (NEIGHBOURS, neighbours_of(_TIMELINE)),
     "events": (
         EVENTS,
         [
@@ -439,7 +445,7 @@ def capture(name: str) -> str:
     parts = [f"# {width} columns\n{_table(visible(columns, wide=False), items, width)}" for width in WIDTHS]
     parts.append(f"# 80 columns, wide\n{blocks_of(visible(columns, wide=True), items)}")
     if isinstance(items[0], Message) and hasattr(items[0], "metadata"):
-        parts.append("# show\n" + "".join(f"{line}\n" for line in lines_of(items[0])))
+        parts.append("# show\n" + "".join(f"{line}\n" for line in lines_of_resource(items[0])))
     if name == "requests":
         parts.append(f"# show\n{show_lines(items[0])}")
     return "\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from services.runtime.telemetry import metrics as module
 from services.runtime.telemetry.metrics import OTHER, Metrics
@@ -76,3 +77,19 @@ def test_two_processes_in_one_interpreter_do_not_meet() -> None:
 def test_names_follow_the_scheme(name: str) -> None:
     with pytest.raises(AssertionError):
         Metrics().counter(name, "Things")
+
+
+def test_exemplars_are_in_openmetrics_alone() -> None:
+    metrics = Metrics()
+    cell = metrics.histogram("fairway_test_wait_seconds", "Wait", bounds=(0.1, 1.0)).cell()
+    cell.observe(0.05)
+    cell.observe_as(0.4, {"request_id": "req_1"}, 1_700_000_000.0)
+    cell.observe_as(0.5, {"request_id": "req_2", "trace_id": "ab"}, 1_700_000_001.5, times=2)
+    plain = generate_latest(metrics.registry).decode()
+    assert "req_" not in plain
+    assert 'fairway_test_wait_seconds_bucket{le="1.0"} 4.0\n' in plain
+    lines = openmetrics.generate_latest(metrics.registry).decode().splitlines()
+    found = [line for line in lines if " # {" in line]
+    assert found == [
+        'fairway_test_wait_seconds_bucket{le="1.0"} 4.0 # {request_id="req_2",trace_id="ab"} 0.5 1700000001.5'
+    ]

@@ -19,6 +19,7 @@ from services.worker.batcher.policy.isolation import RunPlace
 from services.worker.batcher.telemetry import BatcherTelemetry
 from services.worker.engine_protocol import BatchRaised, BatchRan, Command, RowCosts, RowModel, RunBatch
 from services.worker.slots.engine_process import Crashed, Stopped
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.charges import DeviceKind, DeviceTime, Tally
 from services.worker.streams.outbox import Outbox
 from tests.support.clocks import HandClock
@@ -113,12 +114,14 @@ class Scripted:
     def __post_init__(self) -> None:
         self.device = DeviceTime(DeviceKind("w1"), self.usage, self.clock)
         self.outbox = Outbox(lambda: None)
+        self.recorder = StepRecorder(self.clock)
         context = BatcherContext(
             clock=self.clock,
             call_later=lambda delay_s, call: self.timers.append((self.clock.now_s + delay_s, call)),
             changed=lambda: None,
             draining=lambda: self.draining,
             charges=RowCharges(DIGEST, "m", self.tally, self.device),
+            recorder=self.recorder.engine(DIGEST, "m", rows=True),
             sacrifice=self.sacrifice,
             telemetry=self.telemetry,
         )
