@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Final
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -36,8 +36,12 @@ from bench.engines.own_measures import profile
 from bench.engines.peers.catalog import ALONE, PEERS, Peer, is_installed
 from bench.engines.rounds import Compared, compare
 from bench.engines.runner import PeerRunner, Runner, RunnerFailed
+from bench.results import print_result
 
-RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
+Values: TypeAlias = list[float]  # of one figure, by round
+Figures: TypeAlias = dict[str, Values | None]
+
+RESULT: Final[Mapping[str, Callable[..., Values]]] = {
     "vs_vllm_compiled": min,
     "vs_vllm_eager": min,
     "vs_llama_cpp": min,
@@ -50,7 +54,6 @@ RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
 }  # and which of two models' figures is the worse one
 BATCH_1: Final = (Request(random_ids(Random(3), 128), 128),)
 PLOT: Final = Path("docs", "architecture", "prefill-chunking.json")  # of scripts/plot_simulation.py
-Figures = dict[str, float | None]
 
 
 def main() -> None:
@@ -63,7 +66,8 @@ def main() -> None:
         there = checkpoint(name, options.folder)
         print(f"{name}: {prompt_tokens(workload())} prompt and {output_tokens(workload())} output tokens")
         found.append(_peers(there, options) | _own(there, options))
-    print("RESULT " + json.dumps({name: worse(name, found) for name in RESULT}))
+    by_model = dict(zip(options.models, found, strict=True))
+    print_result({name: worse(name, found) for name in RESULT} | by_model)
 
 
 def _options() -> argparse.Namespace:
@@ -93,13 +97,13 @@ def _peers(there: Path, options: argparse.Namespace) -> Figures:
             print(f"  ours: {own_measures.latencies(own.generate(workload())).line()}")
         peers = _started(requested, there, options, undo)
         figures = {
-            f"vs_{entry.peer}": entry.ratio
+            f"vs_{entry.peer}": entry.rounds
             for entry in _print_all(compare(own, peers, workload(), rounds=options.rounds))
         }
         if "llama_cpp" in peers and (alone := _started([ALONE], there, options, undo)):
             print("  one request at a time:")
             (entry,) = _print_all(compare(own, alone, BATCH_1, rounds=options.rounds))
-            figures["batch1_vs_llama_cpp"] = entry.ratio
+            figures["batch1_vs_llama_cpp"] = entry.rounds
     return figures
 
 
@@ -152,11 +156,11 @@ def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
     for kind, entry in found.items():
         print(f"  text is {kind}, {mechanisms.AT_ONCE} at once, with speculation:")
         _print_all([entry])
-        ratios[kind] = entry.ratio or 0.0
+        ratios[kind] = entry.rounds or [0.0]
     return {
-        "prefix_ttft_ratio": mechanisms.prefix_ratio(hits),
+        "prefix_ttft_ratio": mechanisms.prefix_ratios(hits),
         "spec_gain": ratios["repeats"],
-        "spec_loss": 1.0 - min(ratios["fresh"], ratios["misleading"]),
+        "spec_loss": [1.0 - each for each in min(ratios["fresh"], ratios["misleading"], key=median)],
     }
 
 
@@ -184,11 +188,11 @@ def _arrivals(there: Path, options: argparse.Namespace) -> None:
         PLOT.write_text(json.dumps({"panels": [panel]}))
 
 
-def worse(name: str, found: Sequence[Mapping[str, float | None]]) -> float | None:
-    """Return the worse of the models' figures; None unless every model has one."""
+def worse(name: str, found: Sequence[Figures]) -> Values | None:
+    """Return the values of the model whose median is worse; None unless every model has some."""
     values = [figures.get(name) for figures in found]
     known = [value for value in values if value is not None]
-    return round(RESULT[name](known), 3) if len(known) == len(values) else None
+    return RESULT[name](known, key=median) if len(known) == len(values) else None
 
 
 if __name__ == "__main__":
