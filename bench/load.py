@@ -5,7 +5,7 @@ A bare read of the checkpoint's file into fresh memory, our load (checked, in pa
 process of its own that has imported what it needs, in turns. A turn counts its fastest of ``LOADS``; vLLM
 loads once per process. A ratio is the median over the rounds of ours over the other's.
 
-The last line is ``RESULT {"load_over_read", "vs_transformers", "vs_vllm"}``; null where there is no peer.
+The last line is ``RESULT {json}``: the ratios, null where there is no peer, and each one's seconds.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
             "load_over_read": over("read"),
             "vs_transformers": over("transformers"),
             "vs_vllm": over("vllm"),
+            **{f"{side}_s": found for side, found in seconds.items()},
         }
     )
 

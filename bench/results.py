@@ -35,22 +35,17 @@ def flat(figures: Mapping[str, Figure], prefix: str = "") -> dict[str, list[floa
     return found
 
 
-def _medians(value: Mapping[str, Figure]) -> dict[str, object]:
-    return {
-        name: _medians(each)
-        if isinstance(each, Mapping)
-        else (None if each is None or not _values(each) else _rounded(_median(each)))
-        for name, each in value.items()
-    }
-
-
-def _values(value: Number | Sequence[float]) -> bool:
-    return not isinstance(value, Sequence) or bool(value)
-
-
-def _median(value: Number | Sequence[float]) -> float | int | bool:
-    assert value is not None
-    return median(value) if isinstance(value, Sequence) else value
+def _medians(figures: Mapping[str, Figure]) -> dict[str, object]:
+    """Return the figures with the median in place of a list; None for an empty one."""
+    found: dict[str, object] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            found[name] = _medians(value)
+        elif isinstance(value, Sequence):
+            found[name] = _rounded(median(value)) if value else None
+        else:
+            found[name] = None if value is None else _rounded(value)
+    return found
 
 
 def _rounded(value: float | int | bool) -> float | int | bool:

@@ -251,6 +251,10 @@ def main() -> None:
             figures[f"placements_per_s_{workers}"] = round(found.placements_per_s)
             figures[f"placements_per_cpu_s_{workers}"] = round(found.placements_per_cpu_s)
             figures[f"p99_decision_ms_{workers}"] = round(found.p99_ms, 3)
+    if {"placements_per_s_256", "placements_per_s_1024"} <= figures.keys():
+        figures["placements_1024_over_256"] = (
+            figures["placements_per_s_1024"] / figures["placements_per_s_256"]
+        )
     print_result(figures)
 
 

@@ -189,7 +189,7 @@ DRIVERS: Final[Mapping[str, Callable[[Load, Path, Path, int], Figures]]] = {
 def served(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, str]]:
     """Yield URL, key and model of the gateway that is named, or of an installation that is started."""
     if options.url:
-        yield options.url, options.api_key or os.environ.get("FAIRWAY_API_KEY", ""), options.model
+        yield options.url, os.environ.get("FAIRWAY_API_KEY", ""), options.model
         return
     os.environ["FAIRWAY_DEVICE"] = options.device
     with installation(folder / "state") as found:
@@ -200,8 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--driver", choices=list(DRIVERS), default="own")
     parser.add_argument("--peers", type=Path, default=Path(".fairway", "bench", "peers"))
-    parser.add_argument("--url", default="", help="HTTP address of a running gateway; else one is started")
-    parser.add_argument("--api-key", default="", help="default: FAIRWAY_API_KEY")
+    parser.add_argument("--url", default="", help="a running gateway, with its key in FAIRWAY_API_KEY")
     parser.add_argument("--model", default="tiny")
     parser.add_argument(
         "--tokenizer", type=Path, default=CHECKPOINT, help="folder with the model's tokenizer"

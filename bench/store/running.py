@@ -70,7 +70,7 @@ def run_variant(
             schema=SCHEMA,
             id=f"{name}-{stamp}-{secrets.token_hex(2)}",
             suite=name,
-            command=shlex.join(["python", "-m", suite.module, *arguments]),
+            command=shlex.join(["python", "-m", suite.module, *suite.arguments, *arguments]),
             began=began,
             ended=ended,
             machine=machine,
@@ -87,7 +87,7 @@ def run_variant(
 
 def start(suite: BenchSuite, arguments: Sequence[str], tree: Path) -> tuple[Run, bool]:
     """Return the values of one start, and whether it missed an aim. Its output is passed on."""
-    command = [sys.executable, "-m", suite.module, *arguments]
+    command = [sys.executable, "-m", suite.module, *suite.arguments, *arguments]
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     lines: dict[str, str] = {}

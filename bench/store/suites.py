@@ -24,7 +24,7 @@ class BenchSuite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     module: Annotated[
         str, msgspec.Meta(pattern=r"^[a-zA-Z_][\w.]*$")
     ]  # module of the source tree that is run
-    arguments: list[str] = []  # arguments of each variant, as they stand on the command line
+    arguments: list[str] = []  # arguments that are no parameters, as they stand on the command line
     parameters: dict[str, list[Scalar]] = {}  # values of each varied option, by its name
     higher: list[str] = []  # patterns of the figures that are better when higher
     lower: list[str] = []  # patterns of the figures that are better when lower
@@ -42,7 +42,7 @@ class BenchSuite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if len(combinations) > MAX_VARIANTS:
             raise StoreError(f"more than {MAX_VARIANTS} variants", "give fewer values to its parameters")
         options = [zip(parameters, values, strict=True) for values in combinations]
-        return [[*self.arguments, *_options(each), *given] for each in options]
+        return [[*_options(each), *given] for each in options]
 
     def better(self, figures: Iterable[str]) -> dict[str, Direction]:
         """Return the direction of the figures that have one."""
