@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
-Number: TypeAlias = float | int | bool | None
-# A list has one value per round; its figure is their median.
-Figure: TypeAlias = "Number | Sequence[float] | Mapping[str, Figure]"
+T = TypeVar("T")
+
+# A list has one value per round; its figure is their median. A text is printed, and no figure.
+Figure: TypeAlias = "float | int | bool | str | list[float] | Mapping[str, Figure] | None"
 RESULT: Final = "RESULT "
 SAMPLES: Final = "SAMPLES "
 DIGITS: Final = 5
@@ -30,7 +31,7 @@ def flat(figures: Mapping[str, Figure], prefix: str = "") -> dict[str, list[floa
             found |= flat(value, f"{prefix}{name}.")
         elif isinstance(value, int | float):
             found[prefix + name] = [float(value)]
-        elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+        elif isinstance(value, list) and value:
             found[prefix + name] = [float(each) for each in value]
     return found
 
@@ -41,13 +42,13 @@ def _medians(figures: Mapping[str, Figure]) -> dict[str, object]:
     for name, value in figures.items():
         if isinstance(value, Mapping):
             found[name] = _medians(value)
-        elif isinstance(value, Sequence):
+        elif isinstance(value, list):
             found[name] = _rounded(median(value)) if value else None
         else:
-            found[name] = None if value is None else _rounded(value)
+            found[name] = _rounded(value)
     return found
 
 
-def _rounded(value: float | int | bool) -> float | int | bool:
-    """Return a float with ``DIGITS`` significant digits, an integer as it is."""
+def _rounded(value: T) -> T | float:
+    """Return a float with ``DIGITS`` significant digits, anything else as it is."""
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hostile", type=int, default=100)
     options = parser.parse_args()
-    result: dict[str, Figure] = validity(options.schemas)
+    result: dict[str, Figure] = {**validity(options.schemas)}
     print(json.dumps(result), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

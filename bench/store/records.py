@@ -25,7 +25,8 @@ _SCHEMA: Final = re.compile(rb'"schema":\s*(\d+)')
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern=NAME)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=2000)]
 Values: TypeAlias = Annotated[list[float], msgspec.Meta(min_length=1, max_length=4096)]
-Run: TypeAlias = dict[str, Values]
+FigureName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[\w.:@=+-]{1,120}$")]
+Run: TypeAlias = dict[FigureName, Values]
 Direction: TypeAlias = Literal["higher", "lower"]
 
 
@@ -61,10 +62,10 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: Text = "cpu"
     versions: dict[str, Text] = {}  # commit of the project, and its libraries by name
     load_before: float | None = None  # runnable processes over the minute before
-    better: dict[str, Direction] = {}
+    better: dict[FigureName, Direction] = {}
     session: Text = ""  # records of one session ran in turns and are compared in pairs
     runs: Annotated[list[Run], msgspec.Meta(max_length=200)] = []
-    figures: dict[str, float] = {}
+    figures: dict[FigureName, float] = {}
     note: Text = ""
 
     @property
