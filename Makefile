@@ -110,8 +110,9 @@ fix-format: setup-dev
 stubs: setup-dev ## Generate the stubs from the protos
 	$(BIN)/python scripts/gen_stubs.py
 
-reference: setup-dev ## Write docs/reference from the code: errors, metrics, settings, commands, HTTP routes
+reference: setup-dev ## Write docs/reference from the code (errors, metrics, settings, commands, HTTP routes), docs/benchmarks.md from its records
 	PYTHONPATH=. $(BIN)/python scripts/reference.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python scripts/benchmarks.py $(ARGS)
 
 sbom: setup-dev ## Write dist/fairway.cdx.json (CycloneDX) and dist/fairway.openvex.json from constraints.txt and deploy/vex.json
 	$(BIN)/python scripts/sbom.py
@@ -283,71 +284,77 @@ sim-elastic: setup-dev ## Simulate a day of two pools under our scaler and three
 sim-weights: setup-dev ## Simulate a version of 500 GB that 1,000 nodes fetch from a thin source (about 5 minutes)
 	$(BIN)/python -m simulator weights $(ARGS)
 
+# RECORD=FOLDER keeps a record of what a benchmark measured, STARTS=5 starts it as often.
+BENCH = $(BIN)/python -m bench run $(if $(RECORD),--record $(RECORD)) $(if $(STARTS),--starts $(STARTS))
+
 bench-batch-costs: setup-dev ## Measure what batches of fixed-cost models take, by width and rows (minutes)
-	$(BIN)/python -m bench.batch_costs $(ARGS)
+	$(BENCH) batch-costs -- $(ARGS)
 
 bench-batching: setup-dev ## Compare fixed-cost models with Triton, LitServe and Ray Serve (about 25 minutes)
-	$(BIN)/python -m bench.batching $(ARGS)
+	$(BENCH) batching -- $(ARGS)
 
 bench-batching-peers: setup-dev ## Install those, each in an environment of its own (about 10 minutes)
 	$(BIN)/python -m bench.batched.peers.install $(ARGS)
 
 bench-overhead: setup-dev ## Measure what the path adds over a bare gRPC chain
-	$(BIN)/python -m bench.overhead $(ARGS)
+	$(BENCH) overhead -- $(ARGS)
 
 bench-idempotency: setup-dev ## Measure what an idempotency key costs a request
-	$(BIN)/python -m bench.idempotency $(ARGS)
+	$(BENCH) idempotency -- $(ARGS)
 
 bench-streams: setup-dev ## Measure 2,000 live streams on one gateway: memory, time to first token
-	$(BIN)/python -m bench.open_streams $(ARGS)
+	$(BENCH) streams -- $(ARGS)
 
 bench-admission: setup-dev ## Measure reservations, leases, metering, and the gateway against LiteLLM's proxy (5 minutes)
-	$(BIN)/python -m bench.admission $(ARGS)
+	$(BENCH) admission -- $(ARGS)
 
 bench-idle: setup-dev ## Measure the processor time of an installation at rest (3 minutes)
-	$(BIN)/python -m bench.idle $(ARGS)
+	$(BENCH) idle -- $(ARGS)
 
 bench-weights: setup-dev ## Compare how a version reaches 24 caches from a thin source with libtorrent (12 minutes)
-	$(BIN)/python -m bench.weights $(ARGS)
+	$(BENCH) weights -- $(ARGS)
 
 bench-series: setup-dev ## Measure what a fleet writes into Prometheus: series, samples per second, bytes (6 minutes)
 	$(BIN)/python -m bench.series $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
-	$(BIN)/python -m bench.scheduler $(ARGS)
+	$(BENCH) scheduler -- $(ARGS)
 
 bench-gates: setup-dev ## Measure the false alarms and the power of the rollouts' gates (about 15 minutes)
-	$(BIN)/python -m bench.gates $(ARGS)
+	$(BENCH) gates -- $(ARGS)
 
 bench-shadow: setup-dev ## Measure what a shadow at 100 % costs the requests that it copies (about 7 minutes)
-	$(BIN)/python -m bench.shadow $(ARGS)
+	$(BENCH) shadow -- $(ARGS)
 
 bench-engine: setup-dev ## Compare the engine with its peers on the same weights, load and cores (about an hour)
-	$(BIN)/python -m bench.engine $(ARGS)
+	$(BENCH) engine -- $(ARGS)
 
 bench-engine-peers: setup-dev ## Install those peers, each in an environment of its own (about 15 minutes)
 	$(BIN)/python -m bench.engines.peers.install $(ARGS)
 
 bench-vllm: setup-dev ## Compare vLLM behind Fairway with bare `vllm serve`; `fairway engines install vllm` first (about 20 minutes)
-	$(BIN)/python -m bench.vllm $(ARGS)
+	$(BENCH) vllm -- $(ARGS)
 
 bench-load: setup-dev ## Compare loading weights with a bare read of the file, transformers and vLLM (minutes)
-	$(BIN)/python -m bench.load $(ARGS)
+	$(BENCH) load -- $(ARGS)
 
 bench-guided: setup-dev ## Measure structured output: validity, resumes, tokens per second, neighbours (about 10 minutes)
-	$(BIN)/python -m bench.guided $(ARGS)
+	$(BENCH) guided -- $(ARGS)
 
 bench-safety: setup-dev ## Measure safety packs: what passes, tokens per second, TTFT, resumes (about 12 minutes)
-	$(BIN)/python -m bench.safety $(ARGS)
+	$(BENCH) safety -- $(ARGS)
+
+bench-serving: setup-dev ## Measure a gateway under a load of completions, by our driver, aiperf or guidellm
+	$(BENCH) serving -- $(ARGS)
 
 bench-gpu: setup-dev ## Measure the engine on a CUDA device against its roofline and transformers (about 10 minutes)
-	$(BIN)/python -m bench.gpu $(ARGS)
+	$(BENCH) gpu -- $(ARGS)
 
 sim-compare: setup-dev ## Compare the scheduler with simpler ones on traces, simulated (minutes)
 	$(BIN)/python -m simulator compare $(ARGS)
 
 sim-validate: setup-dev ## Compare the simulator with a live installation on one load
-	$(BIN)/python -m bench.sim_validate $(ARGS)
+	$(BENCH) sim-validate -- $(ARGS)
 
 compose-secrets: ## Make the secrets of docker-compose.yml, and the .env that names their owner
 	@$(PYTHON) scripts/compose_secrets.py

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +30,7 @@ from bench.admissions.leased import leased_decisions
 from bench.admissions.litellm_proxy import litellm_proxy
 from bench.admissions.metering import installation, metering
 from bench.admissions.redis_calls import redis_calls
+from bench.results import Figure, print_result
 from bench.stack import NullStack, free_port, wait_for_port
 
 
@@ -61,22 +61,22 @@ def limited(state: Path) -> None:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
 
-def versus_redis(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def versus_redis(folder: Path, options: argparse.Namespace) -> Mapping[str, Figure]:
     with redis_server(folder / "redis") as port:
         return uvloop.run(redis_calls(port))
 
 
-def leased(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def leased(folder: Path, options: argparse.Namespace) -> Mapping[str, Figure]:
     with redis_server(folder / "redis") as port:
         return uvloop.run(leased_decisions(port))
 
 
-def ledger(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def ledger(folder: Path, options: argparse.Namespace) -> Mapping[str, Figure]:
     with installation(folder / "state") as found:
         return uvloop.run(metering(found))
 
 
-def litellm(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def litellm(folder: Path, options: argparse.Namespace) -> Mapping[str, Figure]:
     with contextlib.ExitStack() as opened:
         bare, backend = opened.enter_context(null_backend())
         redis = opened.enter_context(redis_server(folder / "redis"))
@@ -97,13 +97,13 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path(".fairway", "bench", "peers"))
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     options = parser.parse_args()
-    figures: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
     for part in options.only.split(","):
         if part not in PARTS:
             parser.error(f"there is no part {part!r}: use {', '.join(PARTS)}")
         with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder:
             figures |= PARTS[part](Path(folder), options)
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bench.results import print_result
 from fairway.formats.fixed_cost.config import parse_fixed_cost
 from fairway.formats.fixed_cost.layouts import layout_of
 from services.worker.batcher.models.loading import load_model
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["mixed"] = packed_against_padded(encoder, options.repeats)
     if options.write is not None:
         options.write.write_text(json.dumps(found, indent=1) + "\n")
-    print("RESULT", json.dumps(found))
+    print_result(found)
     return 0
 
 

@@ -16,7 +16,6 @@ The last line is ``RESULT {json}``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from dataclasses import replace
@@ -29,6 +28,7 @@ from bench.batched.cases import CASES, MODELS, PEERS, Bench, Effort
 from bench.batched.model import ENCODER, write_model
 from bench.batched.peers.install import FOLDER
 from bench.batched.systems import installation
+from bench.results import Figure, print_result
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
     names = tuple(filter(None, options.peers.split(",")))
     if unknown := [each for each in names if each not in PEERS]:
         parser.error(f"there is no peer {unknown[0]!r}: use {', '.join(PEERS)}")
-    figures: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory(prefix="fairway-bench-") as scratch:
         folder = Path(scratch)
         models = {
@@ -67,7 +67,7 @@ def main() -> None:
                 print(f"{case}: {(CASES[case].__doc__ or '').partition(chr(10))[0]}", flush=True)
                 figures |= uvloop.run(CASES[case](bench, here))
                 print(f"{case}: {figures}", flush=True)
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Final
+from typing import Final, TypeAlias
 
 import structlog
 
@@ -36,8 +36,12 @@ from bench.engines.own_measures import profile
 from bench.engines.peers.catalog import ALONE, PEERS, Peer, is_installed
 from bench.engines.rounds import Compared, compare
 from bench.engines.runner import PeerRunner, Runner, RunnerFailed
+from bench.results import print_result
 
-RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
+Values: TypeAlias = list[float]  # of one figure, by round
+Figures: TypeAlias = dict[str, Values | None]
+
+RESULT: Final[Mapping[str, Callable[..., Values]]] = {
     "vs_vllm_compiled": min,
     "vs_vllm_eager": min,
     "vs_llama_cpp": min,
@@ -49,8 +53,8 @@ RESULT: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "spec_loss": max,
 }  # and which of two models' figures is the worse one
 BATCH_1: Final = (Request(random_ids(Random(3), 128), 128),)
+TWICE: Final = "target twice the ITL"
 PLOT: Final = Path("docs", "architecture", "prefill-chunking.json")  # of scripts/plot_simulation.py
-Figures = dict[str, float | None]
 
 
 def main() -> None:
@@ -63,7 +67,8 @@ def main() -> None:
         there = checkpoint(name, options.folder)
         print(f"{name}: {prompt_tokens(workload())} prompt and {output_tokens(workload())} output tokens")
         found.append(_peers(there, options) | _own(there, options))
-    print("RESULT " + json.dumps({name: worse(name, found) for name in RESULT}))
+    by_model = dict(zip(options.models, found, strict=True))
+    print_result({name: worse(name, found) for name in RESULT} | by_model)
 
 
 def _options() -> argparse.Namespace:
@@ -93,13 +98,13 @@ def _peers(there: Path, options: argparse.Namespace) -> Figures:
             print(f"  ours: {own_measures.latencies(own.generate(workload())).line()}")
         peers = _started(requested, there, options, undo)
         figures = {
-            f"vs_{entry.peer}": entry.ratio
+            f"vs_{entry.peer}": entry.rounds
             for entry in _print_all(compare(own, peers, workload(), rounds=options.rounds))
         }
         if "llama_cpp" in peers and (alone := _started([ALONE], there, options, undo)):
             print("  one request at a time:")
             (entry,) = _print_all(compare(own, alone, BATCH_1, rounds=options.rounds))
-            figures["batch1_vs_llama_cpp"] = entry.ratio
+            figures["batch1_vs_llama_cpp"] = entry.rounds
     return figures
 
 
@@ -137,8 +142,13 @@ def _own(there: Path, options: argparse.Namespace) -> Figures:
     print(f"  mode exact over free, bfloat16 (float32: the same code): {price:.2f}")
     saved = own_measures.cache_saves(there, rounds=options.rounds)
     print(f"  64 tokens in and 64 out, all computed again for each: {saved:.1f} times as long as with KV")
-    _arrivals(there, options)
-    return _mechanisms(there, options)
+    return {
+        "continuous_over_static": [batching],
+        "exact_over_free": [price],
+        "cache_saves": [saved],
+        "prefill_p99_itl_ratio": _arrivals(there, options),
+        **_mechanisms(there, options),
+    }
 
 
 def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
@@ -152,21 +162,24 @@ def _mechanisms(there: Path, options: argparse.Namespace) -> Figures:
     for kind, entry in found.items():
         print(f"  text is {kind}, {mechanisms.AT_ONCE} at once, with speculation:")
         _print_all([entry])
-        ratios[kind] = entry.ratio or 0.0
+        ratios[kind] = entry.rounds or [0.0]
     return {
-        "prefix_ttft_ratio": mechanisms.prefix_ratio(hits),
+        "prefix_ttft_ratio": mechanisms.prefix_ratios(hits),
         "spec_gain": ratios["repeats"],
-        "spec_loss": 1.0 - min(ratios["fresh"], ratios["misleading"]),
+        "spec_loss": [1.0 - each for each in min(ratios["fresh"], ratios["misleading"], key=median)],
     }
 
 
-def _arrivals(there: Path, options: argparse.Namespace) -> None:
-    """Print what a long prompt does to streams, by how its prefill is cut; the last round is for a plot."""
+def _arrivals(there: Path, options: argparse.Namespace) -> Values:
+    """Print what a long prompt does to streams, by how its prefill is cut; the last round is for a plot.
+
+    Return the p99 of ITL over that before, by round, with a target of twice the ITL.
+    """
     found: dict[str, list[arrival.Arrival]] = {}
     for _ in range(options.rounds):
         whole = arrival.measure(there, arrival.WHOLE)
         targets = {
-            "target twice the ITL": arrival.TWICE * whole.quiet_p50_s,
+            TWICE: arrival.TWICE * whole.quiet_p50_s,
             f"target {1e3 * arrival.DEFAULT_TARGET_S:.0f} ms": arrival.DEFAULT_TARGET_S,
         }
         for name, target_s in targets.items():
@@ -182,13 +195,14 @@ def _arrivals(there: Path, options: argparse.Namespace) -> None:
     if there.name == options.models[0]:
         panel = arrival.panel({name: rounds[-1] for name, rounds in found.items()})
         PLOT.write_text(json.dumps({"panels": [panel]}))
+    return [each.ratio for each in found[TWICE]]
 
 
-def worse(name: str, found: Sequence[Mapping[str, float | None]]) -> float | None:
-    """Return the worse of the models' figures; None unless every model has one."""
+def worse(name: str, found: Sequence[Figures]) -> Values | None:
+    """Return the values of the model whose median is worse; None unless every model has some."""
     values = [figures.get(name) for figures in found]
     known = [value for value in values if value is not None]
-    return round(RESULT[name](known), 3) if len(known) == len(values) else None
+    return RESULT[name](known, key=median) if len(known) == len(values) else None
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ in the gate in which the power was measured.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from bench.gating.noise import NONE, Regression, draw, independent, looks
+from bench.results import print_result
 from services.controlplane.objectives.policy.gates import (
     DEFAULT_BOUNDS,
     GateMetric,
@@ -174,7 +174,7 @@ def main() -> None:
         "power_errors_2pct": round(_show_power("2 % errors", failing, POWER_LOOKS), 4),
         "sessions": POWER_LOOKS[-1],
     }
-    print("RESULT", json.dumps(result))
+    print_result(result)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +34,7 @@ from bench.engines.load import Request, random_ids
 from bench.gpus.own import OwnEngine, decode_ratio, own_engine, prefill_ratio, tokens_per_s
 from bench.gpus.random_model import SHAPES, transformers_model
 from bench.gpus.roofline import Rates, Work, measured_rates
+from bench.results import Figure, print_result
 from services.worker.engine.cuda.backend import cutting_of, has_kernels
 from services.worker.engine.execute.kv_cache import kv_shape
 from services.worker.engine_protocol import EngineConfig
@@ -54,7 +53,7 @@ REQUEST_OUTPUT: Final = (64, 192)
 WAIT_S: Final = 60.0  # for a result of transformers
 PAGE_TOKENS: Final = 256  # transformers' own page
 
-Figures = dict[str, float | None]
+Figures = dict[str, Figure]
 
 
 def main() -> int:
@@ -79,7 +78,7 @@ def main() -> int:
             torch.cuda.empty_cache()
     if "8b" in options.shapes:
         figures["vs_transformers_continuous"] = figures["vs_transformers_continuous_8b"]
-    print("RESULT " + json.dumps(figures))
+    print_result(figures)
     return 0
 
 
@@ -114,10 +113,9 @@ def measure(name: str, device: torch.device, rates: Rates, *, rounds: int) -> Fi
         )
     except Exception as error:  # whatever a peer raises, what was measured of ours stands
         print(f"  transformers failed: {type(error).__name__}: {error}")
-    rounded = {key: None if value is None else round(value, 3) for key, value in figures.items()}
-    for key, value in rounded.items():
+    for key, value in figures.items():
         print(f"  {key}: {value}", flush=True)
-    return rounded
+    return figures
 
 
 def exact_over_free(
@@ -137,8 +135,8 @@ def exact_over_free(
     return figures
 
 
-def over(figure: float, other: float | None) -> float | None:
-    return figure / other if other else None
+def over(figure: float, other: Figure) -> float | None:
+    return figure / other if isinstance(other, float) and other else None
 
 
 def prefill_backends(own: OwnEngine, device: torch.device) -> float | None:
@@ -153,8 +151,8 @@ def prefill_backends(own: OwnEngine, device: torch.device) -> float | None:
 
 def beside_transformers(
     own: OwnEngine, fields: Mapping[str, Any], device: torch.device, *, rounds: int
-) -> float | None:
-    """Return how many times as many tokens/s ours makes, or None where transformers is not there."""
+) -> list[float] | None:
+    """Return how many times as many tokens/s ours makes, by round; None without transformers."""
     if find_spec("transformers") is None:
         print("  transformers is not installed: nothing to compare with")
         return None
@@ -168,7 +166,7 @@ def beside_transformers(
         if number:  # the first turns compile
             print(f"  {ours:.0f} tokens/s of ours, {theirs:.0f} of transformers")
             ratios.append(ours / theirs)
-    return statistics.median(ratios)
+    return ratios
 
 
 def workload() -> tuple[Request, ...]:

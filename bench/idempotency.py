@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import statistics
 import tempfile
 import urllib.request
 import uuid
@@ -37,6 +36,7 @@ from bench.overhead import (
     stream_rates,
     ttft,
 )
+from bench.results import print_result
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 
@@ -77,8 +77,8 @@ def cpu_s(metrics_url: str) -> float:
     raise SystemExit(f"{metrics_url} does not report its processor time")
 
 
-async def measure(plain: Target, keyed: Target, metrics_url: str) -> dict[str, float]:
-    """Run the rounds, in turn, and return the figures of the RESULT line."""
+async def measure(plain: Target, keyed: Target, metrics_url: str) -> dict[str, list[float]]:
+    """Run the rounds, in turn, and return the figures of each."""
     names = ("p50", "p99", "stream", "session", "stream_cpu_us", "session_cpu_us")
     figures: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
@@ -95,16 +95,16 @@ async def measure(plain: Target, keyed: Target, metrics_url: str) -> dict[str, f
         latest = {name: round(values[-1], 3) for name, values in figures.items()}
         print(f"round {number + 1} of {ROUNDS}: {latest}", flush=True)
     return {
-        "added_ttft_p50_ms": round(statistics.median(figures["p50"]), 2),
-        "added_ttft_p99_ms": round(statistics.median(figures["p99"]), 2),
-        "stream_ratio": round(statistics.median(figures["stream"]), 3),
-        "session_ratio": round(statistics.median(figures["session"]), 3),
-        "stream_added_cpu_us_per_token": round(statistics.median(figures["stream_cpu_us"]), 2),
-        "session_added_cpu_us_per_token": round(statistics.median(figures["session_cpu_us"]), 2),
+        "added_ttft_p50_ms": figures["p50"],
+        "added_ttft_p99_ms": figures["p99"],
+        "stream_ratio": figures["stream"],
+        "session_ratio": figures["session"],
+        "stream_added_cpu_us_per_token": figures["stream_cpu_us"],
+        "session_added_cpu_us_per_token": figures["session_cpu_us"],
     }
 
 
-async def run(stack: NullStack, metrics_url: str) -> dict[str, float]:
+async def run(stack: NullStack, metrics_url: str) -> dict[str, list[float]]:
     metadata = (("authorization", f"Bearer {stack.api_key}"),)
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -122,7 +122,7 @@ def main() -> None:
     ):
         endpoints = json.loads((Path(folder) / "state" / "endpoints.json").read_text())
         figures = uvloop.run(run(stack, f"http://{endpoints['metrics']['gateway']}/metrics"))
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import psutil
 
+from bench.results import print_result
+
 SETTLE_S = 60.0
 MEASURE_S = 120.0
 
@@ -78,7 +80,7 @@ def main() -> None:
     for name, percent in found.items():
         print(f"{name:36s} {percent:6.2f} %")
     rounded = {name: round(value, 2) for name, value in found.items()}
-    print("RESULT", json.dumps({"total_percent": round(sum(found.values()), 2), "percent": rounded}))
+    print_result({"total_percent": round(sum(found.values()), 2), "percent": rounded})
 
 
 if __name__ == "__main__":

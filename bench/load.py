@@ -5,7 +5,7 @@ A bare read of the checkpoint's file into fresh memory, our load (checked, in pa
 process of its own that has imported what it needs, in turns. A turn counts its fastest of ``LOADS``; vLLM
 loads once per process. A ratio is the median over the rounds of ours over the other's.
 
-The last line is ``RESULT {"load_over_read", "vs_transformers", "vs_vllm"}``; null where there is no peer.
+The last line is ``RESULT {json}``: the ratios, null where there is no peer, and each one's seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from bench.engines.checkpoints import checkpoint
 from bench.engines.peers.vllm_runner import SETTINGS
+from bench.results import print_result
 from fairway.formats.decoder_config import parse_config
 from fairway.formats.weights import SINGLE
 
@@ -52,17 +53,19 @@ def main(argv: Sequence[str]) -> None:
         rates = ", ".join(f"{size / each / 1e9:.2f}" for each in found)
         print(f"{side}: {median(found):.3f} s, GB/s in each round: {rates}")
 
-    def over(side: str) -> float | None:
+    def over(side: str) -> list[float] | None:
         if side not in seconds:
             return None
-        return round(median(a / b for a, b in zip(seconds["own"], seconds[side], strict=True)), 3)
+        return [a / b for a, b in zip(seconds["own"], seconds[side], strict=True)]
 
-    result = {
-        "load_over_read": over("read"),
-        "vs_transformers": over("transformers"),
-        "vs_vllm": over("vllm"),
-    }
-    print("RESULT " + json.dumps(result))
+    print_result(
+        {
+            "load_over_read": over("read"),
+            "vs_transformers": over("transformers"),
+            "vs_vllm": over("vllm"),
+            **{f"{side}_s": found for side, found in seconds.items()},
+        }
+    )
 
 
 def _turn(side: str, model: Path, python: Path) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -26,6 +25,7 @@ import uvloop
 
 from bench.admissions.compare import gateway_target
 from bench.overhead import Target, quantile
+from bench.results import print_result
 from bench.stack import NullStack, metric_sum
 from fairway.cli.state import StateDir
 from fairway.v1 import inference_pb2_grpc
@@ -172,7 +172,7 @@ def main() -> None:
         NullStack.started(Path(folder), step_s=STEP_S, settings=settings) as stack,
     ):
         figures = uvloop.run(measure(stack, Path(folder) / "state", options.streams))
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ The last line is ``RESULT {json}``; medians over the rounds.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ import grpc
 import uvloop
 
 from bench.bare_chain import BareChain
+from bench.results import print_result
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 
@@ -128,8 +127,8 @@ def quantile(values: list[float], ratio: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * ratio))]
 
 
-async def measure(chain: Target, fairway: Target) -> dict[str, float]:
-    """Run the rounds, in turn, and return the figures of the RESULT line."""
+async def measure(chain: Target, fairway: Target) -> dict[str, list[float]]:
+    """Run the rounds, in turn, and return the figures of each."""
     names = ("p50", "p99", "session", "stream", "chain", "messages", "chain_messages")
     figures: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
@@ -146,21 +145,20 @@ async def measure(chain: Target, fairway: Target) -> dict[str, float]:
         latest = {name: round(values[-1], 2) for name, values in figures.items()}
         print(f"round {number + 1} of {ROUNDS}: {latest}", flush=True)
 
-    def ratio(ours: str, bare: str) -> float:
-        pairs = zip(figures[ours], figures[bare], strict=True)
-        return round(statistics.median(one / other for one, other in pairs), 3)
+    def ratio(ours: str, bare: str) -> list[float]:
+        return [one / other for one, other in zip(figures[ours], figures[bare], strict=True)]
 
     return {
-        "added_ttft_p50_ms": round(statistics.median(figures["p50"]), 2),
-        "added_ttft_p99_ms": round(statistics.median(figures["p99"]), 2),
-        "session_tokens_per_s": round(statistics.median(figures["session"])),
+        "added_ttft_p50_ms": figures["p50"],
+        "added_ttft_p99_ms": figures["p99"],
+        "session_tokens_per_s": figures["session"],
         "stream_ratio": ratio("stream", "chain"),
         "stream_message_ratio": ratio("messages", "chain_messages"),
         "stream_tokens_per_message": ratio("stream", "messages"),
     }
 
 
-async def run(chain_port: int, stack: NullStack) -> dict[str, float]:
+async def run(chain_port: int, stack: NullStack) -> dict[str, list[float]]:
     make: Callable[[str], grpc.aio.Channel] = grpc.aio.insecure_channel
     async with make(f"127.0.0.1:{chain_port}") as bare, make(stack.grpc) as ours:
         chain = Target("chain", inference_pb2_grpc.InferenceServiceStub(bare), (), "none")
@@ -176,7 +174,7 @@ def main() -> None:
         NullStack.started(Path(folder)) as stack,
     ):
         figures = uvloop.run(run(chain.port, stack))
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

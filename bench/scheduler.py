@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import hashlib
-import json
 import os
 import pstats
 import time
@@ -29,6 +28,7 @@ from typing import Final
 
 import structlog
 
+from bench.results import print_result
 from bench.scheduler_load import (
     BEAT_S,
     RUN_S,
@@ -251,7 +251,11 @@ def main() -> None:
             figures[f"placements_per_s_{workers}"] = round(found.placements_per_s)
             figures[f"placements_per_cpu_s_{workers}"] = round(found.placements_per_cpu_s)
             figures[f"p99_decision_ms_{workers}"] = round(found.p99_ms, 3)
-    print("RESULT " + json.dumps(figures))
+    if {"placements_per_s_256", "placements_per_s_1024"} <= figures.keys():
+        figures["placements_1024_over_256"] = (
+            figures["placements_per_s_1024"] / figures["placements_per_s_256"]
+        )
+    print_result(figures)
 
 
 if __name__ == "__main__":

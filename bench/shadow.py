@@ -31,6 +31,7 @@ import grpc
 import uvloop
 
 from bench.overhead import Target, quantile
+from bench.results import Figure, print_result
 from bench.stack import MODEL, NullStack, metric_sum
 from fairway.client import AdminClient, tls_credentials
 from fairway.v1 import controlplane_pb2 as cp
@@ -106,9 +107,10 @@ async def start_shadow(admin: AdminClient) -> str:
     raise SystemExit("the shadow does not run after 2 minutes")
 
 
-async def measure(stack: NullStack, state: Path, pairs: int, round_s: float) -> dict[str, float]:
+async def measure(stack: NullStack, state: Path, pairs: int, round_s: float) -> dict[str, Figure]:
     endpoints = json.loads((state / "endpoints.json").read_text())
-    found: dict[str, float] = {}
+    found: dict[str, Figure] = {}
+    worst: list[list[float]] = []
     async with (
         AdminClient(
             endpoints["controlplane"],
@@ -142,9 +144,10 @@ async def measure(stack: NullStack, state: Path, pairs: int, round_s: float) -> 
                 print(f"{load} {name}: {rate:.1f} good/s, TTFT p95 {ttft_s:.3f} s, {failed} failed")
             made = {name: count - before[name] for name, count in _copies(state).items()}
             print(f"{load} ratios {[round(ratio, 3) for ratio in sorted(ratios)]}, copies {made}", flush=True)
-            found[f"{load}_goodput_ratio"] = round(statistics.median(ratios), 4)
+            found[f"{load}_goodput_ratio"] = ratios
+            worst.append(ratios)
             found[f"{load}_copies"] = made["FINISHED"]
-    return {"goodput_ratio": min(found[f"{load}_goodput_ratio"] for load in LOADS), **found}
+    return {"goodput_ratio": min(worst, key=statistics.median), **found}
 
 
 def _copies(state: Path) -> dict[str, int]:
@@ -179,7 +182,7 @@ def main() -> None:
         publish_next(Path(folder))
         state = Path(folder) / "state"
         figures = uvloop.run(measure(stack, state, options.pairs, options.round_s))
-    print("RESULT", json.dumps(figures))
+    print_result(figures)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 import grpc
 import uvloop
 
+from bench.results import print_result
 from bench.stack import NullStack
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from simulator.fleet.clients.client import RequestRecord, SimRequest
@@ -128,7 +128,7 @@ def main() -> None:
             + ", ".join(f"{key} {value * 1000:.1f} ms" for key, value in asdict(found).items())
         )
     errors = relative_errors(live, simulated)
-    print("RESULT", json.dumps({"live": asdict(live), "simulated": asdict(simulated), "error": errors}))
+    print_result({"live": asdict(live), "simulated": asdict(simulated), "error": errors})
 
 
 if __name__ == "__main__":

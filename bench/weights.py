@@ -32,6 +32,7 @@ from typing import Final
 import numpy as np
 
 from bench.engines.peers.install import install
+from bench.results import print_result
 from fairway.client.publish.publish import publish
 from fairway.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
 from scripts.setup_env import pip
@@ -424,7 +425,7 @@ def main() -> int:
         asyncio.run(run_cache(options))
         return 0
     found = asyncio.run(run(options))
-    print(f"RESULT {json.dumps(found)}")
+    print_result(found)
     missed = [name for name, most in AIMS.items() if found[name] > most]
     if missed:
         print(f"missed: {', '.join(missed)}", file=sys.stderr)

@@ -2,13 +2,12 @@
 
 Requests per second of a core: 32 connections in a closed loop, requests over the processor time of the proxy
 or gateway. Added p95: an open loop of 20 requests a second, minus the p95 of the bare backend. Fairway's
-share includes its scheduler and worker, which LiteLLM does not have. In turns, medians over the rounds.
+share includes its scheduler and worker, which LiteLLM does not have. In turns; a ratio is of one round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,9 @@ RATE_PER_S: Final = 20.0
 OPEN_REQUESTS: Final = 200
 
 
-async def versus_litellm(fairway: HttpTarget, litellm: HttpTarget, bare: HttpTarget) -> dict[str, float]:
+async def versus_litellm(
+    fairway: HttpTarget, litellm: HttpTarget, bare: HttpTarget
+) -> dict[str, list[float]]:
     """Return the ratios of the RESULT line; a line of absolute figures per round is printed."""
     targets = (fairway, litellm)
     per_core: dict[str, list[float]] = {target.name: [] for target in targets}
@@ -45,11 +46,15 @@ async def versus_litellm(fairway: HttpTarget, litellm: HttpTarget, bare: HttpTar
             added_ms[target.name].append((quantile(taken, 0.95) - bare_s) * 1000)
         latest = {name: (round(per_core[name][-1], 1), round(added_ms[name][-1], 2)) for name in per_core}
         print(f"round {number + 1} of {ROUNDS}: (requests/s of a core, added p95 ms) {latest}", flush=True)
-    rates = {name: statistics.median(values) for name, values in per_core.items()}
-    added = {name: statistics.median(values) for name, values in added_ms.items()}
+
+    def over(values: dict[str, list[float]]) -> list[float]:
+        return [one / other for one, other in zip(values[fairway.name], values[litellm.name], strict=True)]
+
     return {
-        "rps_per_core_vs_litellm": round(rates[fairway.name] / rates[litellm.name], 2),
-        "added_p95_vs_litellm": round(added[fairway.name] / added[litellm.name], 3),
+        "rps_per_core_vs_litellm": over(per_core),
+        "added_p95_vs_litellm": over(added_ms),
+        "rps_per_core": per_core[fairway.name],
+        "rps_per_core_litellm": per_core[litellm.name],
     }
 
 

@@ -17,6 +17,7 @@ from bench.batched.connections import Failed
 from bench.batched.load import Taken, Target, closed_loop, open_loop
 from bench.batched.model import LONGEST, Rows, mlp_rows, token_rows
 from bench.batched.systems import GATEWAYS, Installation, Peer, Window, installation, until_ready, v2_target
+from bench.results import Figure
 from bench.stack import metric_sum
 from simulator.lab.load.arrivals import Arrivals, Gamma, Poisson
 
@@ -82,7 +83,7 @@ class Bench:
         raise AssertionError("the last try returns or raises")
 
 
-async def closed(bench: Bench, here: Installation) -> dict[str, float]:
+async def closed(bench: Bench, here: Installation) -> dict[str, Figure]:
     """64 clients, each with its next request once one is answered: the worker, the whole path, the peers.
 
     The bare path is what two hops of grpc.aio take with no work in them; ``path_of_two`` has two gateways.
@@ -122,23 +123,23 @@ async def closed(bench: Bench, here: Installation) -> dict[str, float]:
         rounds.append(found)
         print(f"round {number + 1} of {effort.rounds}: " + "; ".join(map(str, found.values())), flush=True)
 
-    def median(of: Callable[[dict[str, Taken]], float]) -> float:
-        return round(statistics.median(map(of, rounds)), 3)
+    def each(of: Callable[[dict[str, Taken]], float]) -> list[float]:
+        return [of(found) for found in rounds]
 
     own = ("bare_path", *(target.name for target in ours))
-    figures = {
-        f"{one}_vs_{other}": median(lambda found, one=one, other=other: found[one].per_s / found[other].per_s)  # type: ignore[misc]
+    figures: dict[str, Figure] = {
+        f"{one}_vs_{other}": each(lambda found, one=one, other=other: found[one].per_s / found[other].per_s)  # type: ignore[misc]
         for one in own
         for other in bench.names
     }
     for one in (*own, *bench.names):
-        figures[f"{one}_server_us"] = median(lambda found, one=one: found[one].server_us)  # type: ignore[misc]
-        figures[f"{one}_per_s"] = median(lambda found, one=one: found[one].per_s)  # type: ignore[misc]
-        figures[f"{one}_p99_ms"] = median(lambda found, one=one: found[one].ms(0.99))  # type: ignore[misc]
+        figures[f"{one}_server_us"] = each(lambda found, one=one: found[one].server_us)  # type: ignore[misc]
+        figures[f"{one}_per_s"] = each(lambda found, one=one: found[one].per_s)  # type: ignore[misc]
+        figures[f"{one}_p99_ms"] = each(lambda found, one=one: found[one].ms(0.99))  # type: ignore[misc]
     return figures
 
 
-async def open_arrivals(bench: Bench, here: Installation) -> dict[str, float]:
+async def open_arrivals(bench: Bench, here: Installation) -> dict[str, Figure]:
     """Mixed lengths, Poisson and bursty arrivals: the highest rates at which p99 meets the objective."""
     rows, effort = token_rows(), bench.effort
 
@@ -189,7 +190,7 @@ def times_of(arrivals: Arrivals, seconds: float, *, seed: int = 0) -> list[float
     return list(takewhile(lambda at_s: at_s < seconds, arrivals.times(random.Random(seed))))
 
 
-async def linger(bench: Bench, here: Installation) -> dict[str, float]:
+async def linger(bench: Bench, here: Installation) -> dict[str, Figure]:
     """The derived window against the best fixed one on the real worker: rows/s, and goodput."""
     effort, rows = bench.effort, mlp_rows()
 
@@ -224,7 +225,7 @@ async def linger(bench: Bench, here: Installation) -> dict[str, float]:
     return ratios | {"linger_vs_best_fixed": min(ratios.values())}
 
 
-async def single(bench: Bench, here: Installation) -> dict[str, float]:
+async def single(bench: Bench, here: Installation) -> dict[str, Figure]:
     """One request at a time on an idle system: its latency over the latency without the wait for a batch."""
     target = here.path_target("mlp", mlp_rows())
 
@@ -245,7 +246,7 @@ async def single(bench: Bench, here: Installation) -> dict[str, float]:
     return {"single_vs_no_wait": round(mean_ms / (mean_ms - wait_ms), 3), "single_ms": round(mean_ms, 2)}
 
 
-async def neighbours(bench: Bench, here: Installation) -> dict[str, float]:
+async def neighbours(bench: Bench, here: Installation) -> dict[str, Figure]:
     """Others' p95 while one tenant sends requests of 64 of the longest rows, over their p95 without."""
     effort = bench.effort
     own = here.path_target("encoder", token_rows(), name="neighbours")
@@ -271,14 +272,14 @@ async def neighbours(bench: Bench, here: Installation) -> dict[str, float]:
             f"of the bursts {sent.ms(0.95):.0f}",
             flush=True,
         )
-    return {"neighbours_p95_ratio": round(statistics.median(ratios), 3)}
+    return {"neighbours_p95_ratio": ratios}
 
 
 def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 1) for name, value in values.items()}
 
 
-CASES: Final = {
+CASES: Final[Mapping[str, Callable[[Bench, Installation], Awaitable[dict[str, Figure]]]]] = {
     "closed": closed,
     "open": open_arrivals,
     "linger": linger,

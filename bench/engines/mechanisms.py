@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Final
 
 import msgspec
@@ -52,9 +51,9 @@ def prefix_hits(checkpoint: Path, *, rounds: int) -> list[PrefixHit]:
     return found
 
 
-def prefix_ratio(hits: Sequence[PrefixHit]) -> float:
-    """Return the median of the rounds' ratios, cached over cold."""
-    return median(hit.cached_s / hit.cold_s for hit in hits)
+def prefix_ratios(hits: Sequence[PrefixHit]) -> list[float]:
+    """Return the rounds' ratios, cached over cold."""
+    return [hit.cached_s / hit.cold_s for hit in hits]
 
 
 def speculation(name: str, folder: Path, *, rounds: int) -> dict[str, Compared]:

@@ -32,9 +32,14 @@ class Compared:
         return [mine / other for mine, other in zip(self.ours, self.theirs, strict=True)]
 
     @property
+    def rounds(self) -> list[float] | None:
+        """The pairs' ratios; None where a peer failed or was not there."""
+        return self.ratios if self.ratios and not self.failure else None
+
+    @property
     def ratio(self) -> float | None:
         """The median of the pairs' ratios; None where a peer failed or was not there."""
-        return median(self.ratios) if self.ratios and not self.failure else None
+        return None if self.rounds is None else median(self.rounds)
 
     def join(self, other: Compared) -> None:
         """Take in what was compared elsewhere, on the same load."""

@@ -30,6 +30,7 @@ import numpy as np
 from bench.guided.engines import BUNDLED, engine_of, run, submit, tokenizer_of, write_large
 from bench.guided.gateway import Arriving, CheckedBefore, Gateway, checked, of_schema
 from bench.guided.schemas import drawn, harmless, hostile, is_valid
+from bench.results import Figure, print_result
 from services.core.generation import Constraint, ConstraintKind
 from services.worker.engine.core import Engine
 from services.worker.engine_protocol import Cancel
@@ -93,8 +94,8 @@ def validity(schemas: int) -> dict[str, float]:
     }
 
 
-def throughput_ratio(engine: Engine, ids: list[int], *, tokens: int, rounds: int) -> float:
-    """Return the tokens per second with a constraint over those without: the median of the turns."""
+def throughput_ratio(engine: Engine, ids: list[int], *, tokens: int, rounds: int) -> list[float]:
+    """Return the tokens per second with a constraint over those without, by turn."""
     constraint = of_schema(LONG_ARRAY)
     _rate(engine, ids, constraint, tokens=4)  # the tokenizer is prepared and the grammar kept
     found = []
@@ -103,7 +104,7 @@ def throughput_ratio(engine: Engine, ids: list[int], *, tokens: int, rounds: int
         rates = {each is None: _rate(engine, ids, each, tokens=tokens) for each in pair}
         found.append(rates[False] / rates[True])
         print(f"tokens/s free {rates[True]:.1f}, constrained {rates[False]:.1f}", flush=True)
-    return float(np.median(found))
+    return found
 
 
 def _rate(engine: Engine, ids: list[int], constraint: Constraint | None, *, tokens: int) -> float:
@@ -119,7 +120,7 @@ def _rate(engine: Engine, ids: list[int], constraint: Constraint | None, *, toke
 
 def neighbours_ratios(
     engine: Engine, folder: Path, ids: list[int], *, count: int, rounds: int
-) -> dict[str, float]:
+) -> dict[str, list[float]]:
     """Return the p99 of the time between tokens while hostile schemas come, over those of baselines.
 
     Checked before, they take only the engine's processors, not a gateway's beside it.
@@ -147,10 +148,10 @@ def neighbours_ratios(
         shown = ", ".join(f"{name} {each * 1e3:.1f} ms" for name, each in p99_s.items())
         print(f"ITL p99: {shown}", flush=True)
     names = ("neighbours_itl_ratio", "hostile_itl_over_harmless", "checked_before_itl_ratio")
-    return dict(zip(names, np.median(found, axis=0).tolist(), strict=True))
+    return {name: list(values) for name, *values in zip(names, *found, strict=True)}
 
 
-def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
+def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> list[float]:
     """Return the p99 of the time between tokens of free streams beside slow masks over beside quick ones."""
     found = []
     for number in range(rounds):
@@ -163,7 +164,7 @@ def slow_masks_ratio(engine: Engine, ids: list[int], *, rounds: int) -> float:
         found.append(p99_s[SLOW] / p99_s[QUICK])
         quick_ms, slow_ms = (p99_s[each] * 1e3 for each in (QUICK, SLOW))
         print(f"ITL p99 {quick_ms:.1f} ms beside quick masks, {slow_ms:.1f} ms beside slow ones", flush=True)
-    return float(np.median(found))
+    return found
 
 
 def _itl_p99_s(
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hostile", type=int, default=100)
     options = parser.parse_args()
-    result: dict[str, float] = validity(options.schemas)
+    result: dict[str, Figure] = {**validity(options.schemas)}
     print(json.dumps(result), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -208,11 +209,11 @@ def main() -> None:
         ids = tokenizer_of(folder).encode(PROMPT).ids
         engine = engine_of(folder)
         # Turns of some seconds differ by a quarter.
-        ratio = throughput_ratio(engine, ids, tokens=options.tokens, rounds=4 * options.rounds)
-        result["throughput_ratio"] = ratio
+        rounds = 4 * options.rounds
+        result["throughput_ratio"] = throughput_ratio(engine, ids, tokens=options.tokens, rounds=rounds)
         result |= neighbours_ratios(engine, folder, ids, count=options.hostile, rounds=options.rounds)
         result["slow_masks_itl_ratio"] = slow_masks_ratio(engine, ids, rounds=options.rounds)
-    print("RESULT " + json.dumps({name: round(value, 4) for name, value in result.items()}))
+    print_result(result)
 
 
 if __name__ == "__main__":

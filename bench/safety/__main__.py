@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -39,6 +38,7 @@ import grpc
 import uvloop
 
 from bench.overhead import quantile
+from bench.results import Figure, print_result
 from bench.safety.checker import planted_in
 from bench.safety.planted import BLOCKED, PHRASES, Planned, clean, long_redacted, near_misses, planted
 from bench.safety.stack import MODEL, VARIANTS, WINDOW_TOKENS, SafetyStack, started
@@ -185,8 +185,8 @@ def changed(outputs: Outputs) -> int:
     return found
 
 
-async def cost(tenants: Tenants, rounds: int, per_round: int) -> dict[str, float]:
-    """Return what the packs cost, over rounds in which the variants take turns."""
+async def cost(tenants: Tenants, rounds: int, per_round: int) -> tuple[int, dict[str, Figure]]:
+    """Return how many outputs the packs changed, and their cost, over rounds in which variants take turns."""
     played: dict[str, list[Played]] = {variant: [] for variant in VARIANTS}
     verdicts_s: list[float] = []
     false_blocks = 0
@@ -203,22 +203,24 @@ async def cost(tenants: Tenants, rounds: int, per_round: int) -> dict[str, float
         false_blocks += changed({variant: each[-1].outputs for variant, each in played.items()})
         shown = "; ".join(f"{variant} {each[-1].shown}" for variant, each in played.items())
         print(f"round {number + 1} of {rounds}: {shown}", flush=True)
-    return {"false_blocks": false_blocks, **ratios(played, statistics.median(verdicts_s))}
+    return false_blocks, ratios(played, statistics.median(verdicts_s))
 
 
-def ratios(played: dict[str, list[Played]], verdict_s: float) -> dict[str, float]:
-    """Return the medians over the rounds."""
+def ratios(played: dict[str, list[Played]], verdict_s: float) -> dict[str, Figure]:
+    """Return what the packs cost, by round."""
 
-    def ratio(figure: Callable[[Played], float], variant: str) -> float:
+    def ratio(figure: Callable[[Played], float], variant: str) -> list[float]:
         pairs = zip(played[variant], played["none"], strict=True)
-        return round(statistics.median(figure(mine) / figure(other) for mine, other in pairs), 3)
+        return [figure(mine) / figure(other) for mine, other in pairs]
 
     pairs = zip(played["whole"], played["none"], strict=True)
-    added_s = statistics.median(mine.ttft_p50_s - other.ttft_p50_s for mine, other in pairs)
+    added_ms = [1e3 * (mine.ttft_p50_s - other.ttft_p50_s) for mine, other in pairs]
     speed = ratio(lambda one: one.tokens_per_s, "whole")
-    window_s = WINDOW_TOKENS * statistics.median(one.pace_s for one in played["none"]) / speed
+    window_s = (
+        WINDOW_TOKENS * statistics.median(one.pace_s for one in played["none"]) / statistics.median(speed)
+    )
     return {
-        "added_ttft_p50_ms": round(added_s * 1e3, 1),
+        "added_ttft_p50_ms": added_ms,
         "window_ms": round(window_s * 1e3, 1),
         "verdict_p50_ms": round(verdict_s * 1e3, 1),
         "ttft_bound_ms": round((window_s + verdict_s) * 1e3, 1),
@@ -252,15 +254,18 @@ async def resumed(tenants: Tenants) -> dict[str, float]:
     return {"resumed": interrupted, "identical_resume_ratio": round(same / interrupted, 4)}
 
 
-async def measure(stack: SafetyStack, options: argparse.Namespace) -> dict[str, float]:
+async def measure(
+    stack: SafetyStack, options: argparse.Namespace
+) -> tuple[dict[str, Figure], dict[str, float]]:
+    """Return the cost, and the counts and ratios that must hold."""
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         tenants = Tenants(stack, inference_pb2_grpc.InferenceServiceStub(channel))
         await tenants.play_all(clean(MODEL, 0, STREAMS))
-        found = await cost(tenants, options.rounds, options.requests)
+        false_blocks, found = await cost(tenants, options.rounds, options.requests)
         print(found, flush=True)
         safe = await delivered(tenants, options.planted)
-        safe["false_blocks"] += found["false_blocks"]
-        return {**found, **safe, **await resumed(tenants)}
+        safe["false_blocks"] += false_blocks
+        return found, safe | await resumed(tenants)
 
 
 def main() -> None:
@@ -274,10 +279,10 @@ def main() -> None:
     if options.short:
         options.rounds, options.requests, options.planted = 1, STREAMS, 66
     with tempfile.TemporaryDirectory(prefix="fairway-bench-") as folder, started(Path(folder)) as stack:
-        figures = uvloop.run(measure(stack, options))
-    print("RESULT", json.dumps(figures))
-    wrong = figures["unsafe_delivered"] + figures["false_blocks"]
-    if wrong or not figures["planted"] or figures["identical_resume_ratio"] < 1:
+        costs, safe = uvloop.run(measure(stack, options))
+    print_result({**costs, **safe})
+    wrong = safe["unsafe_delivered"] + safe["false_blocks"]
+    if wrong or not safe["planted"] or safe["identical_resume_ratio"] < 1:
         sys.exit(1)
 
 

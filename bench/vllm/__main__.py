@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from typing import Final
 import structlog
 
 from bench.engines.runner import RunnerFailed
+from bench.results import Figure, print_result
 from bench.vllm import promises
 from bench.vllm.served import TINY, Server, bare, larger, through_fairway
 from bench.vllm.streams import AT_ONCE, Asked, drawn, stream, together
@@ -36,7 +36,7 @@ from bench.vllm.streams import AT_ONCE, Asked, drawn, stream, together
 CORES: Final = 2
 ALONE: Final = 40  # requests one after the other
 VOCABULARY: Final = 4096
-Figures = dict[str, float | bool]
+Figures = dict[str, Figure]
 
 
 def main() -> None:
@@ -49,13 +49,13 @@ def main() -> None:
     if "path" in options.parts:
         checkpoints = {"tiny": TINY, "llama56m": larger(options.folder)}
         found = [_paths(name, checkpoints[name], options) for name in options.models]
-        figures["tokens_per_s_vs_bare"] = round(min(each["ratio"] for each in found), 3)
-        figures["added_ttft_p50_ms"] = round(max(each["added_ms"] for each in found), 2)
+        figures["tokens_per_s_vs_bare"] = min((each["ratio"] for each in found), key=median)
+        figures["added_ttft_p50_ms"] = max((each["added_ms"] for each in found), key=median)
     if "promises" in options.parts:
         figures |= _promises(options)
     if "families" in options.parts:
         figures["families_equal"] = _families(options)
-    print("RESULT " + json.dumps(figures))
+    print_result(figures)
 
 
 def _options() -> argparse.Namespace:
@@ -78,7 +78,7 @@ def _python(options: argparse.Namespace) -> str:
 # --- the whole path ----------------------------------------------------------------------------------
 
 
-def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[str, float]:
+def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[str, Sequence[float]]:
     with tempfile.TemporaryDirectory(prefix="fairway-bench-vllm-") as folder:
         log = Path(folder, "vllm.log")
         with (
@@ -90,7 +90,7 @@ def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[
             return asyncio.run(_compare(name, ours, theirs, options.rounds))
 
 
-async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict[str, float]:
+async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict[str, Sequence[float]]:
     rng = Random(0)
     for server in (ours, theirs):
         await together(server, drawn(rng, 4))
@@ -114,7 +114,7 @@ async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict
     )
     added = await _added_ms(ours, theirs, rng)
     print(f"{name}: TTFT of one request alone, added: {median(added):.1f} ms of {ALONE}", flush=True)
-    return {"ratio": median(ratios), "added_ms": median(added)}
+    return {"ratio": ratios, "added_ms": added}
 
 
 async def _added_ms(ours: Server, theirs: Server, rng: Random) -> Sequence[float]:

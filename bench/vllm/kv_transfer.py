@@ -25,6 +25,7 @@ from typing import Final
 
 from bench.engines.load import Request
 from bench.engines.own import THROUGHPUT, OwnEngine
+from bench.results import print_result
 from bench.vllm.kv_peers import KvShape
 from bench.vllm.served import TINY, larger
 from fairway.formats.decoder_config import parse_config
@@ -56,7 +57,7 @@ def main() -> None:
                 raise SystemExit(f"{way}: bytes differ")
         found["recomputed"] = round(recomputed_s(checkpoint, options.prompt) * scale, 2)
         print(name, found, flush=True)
-    print("RESULT " + json.dumps(figures))
+    print_result(figures)
 
 
 def move(shape: KvShape, tokens: int, way: str, python: str) -> tuple[list[Moved], Moved]:

@@ -49,6 +49,7 @@ class Server:
     port: int
     model: str
     headers: str = ""  # lines of HTTP
+    host: str = "127.0.0.1"
 
 
 def larger(folder: Path) -> Path:

@@ -33,7 +33,7 @@ OUTPUT_TOKENS: Final = (32, 128)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    prompt: str
+    prompt: str | list[int]  # text or token ids
     tokens: int
 
 
@@ -41,6 +41,7 @@ class Asked:
 class Streamed:
     ttft_s: float
     text: str
+    took_s: float  # time until the last byte
 
 
 def drawn(rng: Random, count: int) -> list[Asked]:
@@ -69,7 +70,7 @@ async def stream(server: Server, asked: Asked) -> Streamed:
             "stream_options": {"include_usage": True},
         }
     )
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    reader, writer = await asyncio.open_connection(server.host, server.port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{server.headers}"
     began_s = time.perf_counter()
     writer.write(
@@ -80,13 +81,14 @@ async def stream(server: Server, asked: Asked) -> Streamed:
         if line.startswith(b"data: "):
             ttft_s = ttft_s or time.perf_counter() - began_s
             parts.append(line[6:])
+    took_s = time.perf_counter() - began_s
     writer.close()
     events = [json.loads(part) for part in parts if part.strip() != b"[DONE]"]
     produced = next((each["usage"]["completion_tokens"] for each in events if each.get("usage")), 0)
     if produced != asked.tokens:
         raise RuntimeError(f"{produced} of {asked.tokens} tokens: {parts[-2:]}")
     text = "".join(choice["text"] for each in events for choice in each["choices"])
-    return Streamed(ttft_s, text)
+    return Streamed(ttft_s, text, took_s)
 
 
 async def together(server: Server, requests: Sequence[Asked]) -> tuple[float, list[Streamed]]:

@@ -19,6 +19,7 @@ from fairway.cli.commands import (
     aliases,
     audit,
     batches,
+    bench,
     capacity,
     certs,
     deployments,
@@ -110,6 +111,7 @@ app.add_typer(deployments.objectives, name="objectives")
 app.add_typer(reliability.quarantine, name="quarantine")
 app.add_typer(nodes.app, name="nodes")
 app.add_typer(capacity.app, name="capacity")
+app.add_typer(bench.app, name="bench")
 app.add_typer(audit.app, name="audit")
 app.add_typer(reliability.requests, name="requests")
 placements.add_queue(app)

@@ -39,6 +39,8 @@ VERSIONS: Final[Mapping[str, str]] = {
     "llama_cpp": "llama-cpp-python==0.3.36",
     "transformers": "transformers==5.23.0",
     "litellm": "litellm[proxy]==1.106.0",  # of the admission benchmark
+    "aiperf": "aiperf==0.13.0",  # drivers of the serving benchmark
+    "guidellm": "guidellm==0.8.1",
 }
 
 

@@ -112,11 +112,22 @@ def install_litellm(python: str, _: Path) -> None:
     pip(python, ["install", VERSIONS["litellm"], "redis", "hiredis", "uvloop"])
 
 
+def install_aiperf(python: str, _: Path) -> None:
+    pip(python, ["install", VERSIONS["aiperf"]])
+
+
+def install_guidellm(python: str, _: Path) -> None:
+    install_cpu_torch(python)
+    pip(python, ["install", VERSIONS["guidellm"], f"torch=={pinned('torch')}"])
+
+
 INSTALLERS: Final[Mapping[str, Callable[[str, Path], None]]] = {
     "litellm": install_litellm,
     "transformers": install_transformers,
     "vllm": install_vllm,
     "llama_cpp": install_llama_cpp,
+    "aiperf": install_aiperf,
+    "guidellm": install_guidellm,
 }
 
 

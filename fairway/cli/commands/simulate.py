@@ -22,11 +22,7 @@ _KEPT_LINES: Final = 200
 
 
 def run_simulator(command: str, arguments: Sequence[str], *, reason: str, next_step: str) -> None:
-    """Run a command of the simulator with this terminal.
-
-    Raises CliError with the last error that it wrote, and typer.Exit if it failed without one: its report
-    then contains the cause.
-    """
+    """Run a command of the simulator with this terminal. Raises as ``run_child`` does."""
     if importlib.util.find_spec("simulator") is None:
         raise CliError(
             "NO_SIMULATOR",
@@ -34,7 +30,18 @@ def run_simulator(command: str, arguments: Sequence[str], *, reason: str, next_s
             next_step="run `make setup-dev` in the source tree",
         )
     child = [sys.executable, "-P", "-m", "simulator", command, *arguments]
-    with subprocess.Popen(child, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
+    run_child(child, reason=reason, next_step=next_step)
+
+
+def run_child(child: Sequence[str], *, reason: str, next_step: str, folder: Path | None = None) -> None:
+    """Run a process with this terminal, in ``folder`` if given.
+
+    Raises CliError with the last error that it wrote, and typer.Exit if it failed without one: its report
+    then contains the cause.
+    """
+    with subprocess.Popen(
+        child, stderr=subprocess.PIPE, encoding="utf-8", errors="replace", cwd=folder
+    ) as process:
         assert process.stderr is not None
         lines = deque(process.stderr, maxlen=_KEPT_LINES)
     code = process.returncode

@@ -80,10 +80,11 @@ def test_a_peer_that_fails_is_named_and_has_no_figure() -> None:
 
 
 def test_the_worse_model_counts_and_none_is_made_up() -> None:
-    assert worse("vs_llama_cpp", [{"vs_llama_cpp": 2.0}, {"vs_llama_cpp": 1.5}]) == 1.5
-    assert worse("prefix_ttft_ratio", [{"prefix_ttft_ratio": 0.1}, {"prefix_ttft_ratio": 0.2}]) == 0.2
-    assert worse("vs_llama_cpp", [{"vs_llama_cpp": 2.0}, {}]) is None
-    assert worse("vs_llama_cpp", [{"vs_llama_cpp": 2.0}, {"vs_llama_cpp": None}]) is None
+    one, other = {"vs_llama_cpp": [2.0, 1.0, 2.0]}, {"vs_llama_cpp": [1.5]}
+    assert worse("vs_llama_cpp", [one, other]) == [1.5]
+    assert worse("prefix_ttft_ratio", [{"prefix_ttft_ratio": [0.1]}, {"prefix_ttft_ratio": [0.2]}]) == [0.2]
+    assert worse("vs_llama_cpp", [one, {}]) is None
+    assert worse("vs_llama_cpp", [one, {"vs_llama_cpp": None}]) is None
     assert {f"vs_{peer.name}" for peer in PEERS} <= set(RESULT)
 
 

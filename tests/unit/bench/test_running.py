@@ -1,0 +1,192 @@
+"""`fairway bench` runs suites, keeps what they print, compares and plots it, and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.results import print_result
+from bench.serving import aiperf_figures, guidellm_figures
+from bench.store.records import BenchStore, StoreError
+from bench.store.running import values_of_lines
+
+ROOT = Path(__file__).parents[3]
+# A benchmark whose values grow with each start; ``{factor}`` is what a source tree changes.
+MODULE = """
+import os, pathlib, sys
+from bench.results import print_result
+count = pathlib.Path(os.environ["COUNT"])
+start = len(count.read_text()) if count.exists() else 0
+with count.open("a") as file:
+    file.write("x")
+print("working")
+print_result({{"rate": [{factor} * (100 + start + n) for n in range(3)], "nested": {{"ms": 4.0 + start % 2}}}})
+sys.exit({status})
+"""
+SUITES = "[fake]\nmodule = 'fakebench'\nhigher = ['rate']\n[fake.parameters]\n"
+
+
+def fairway(*arguments: str, path: Path, status: int = 0) -> tuple[str, str]:
+    """Return what the command wrote to stdout and stderr."""
+    paths = os.pathsep.join([str(ROOT), str(path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "fairway.cli.main", "bench", *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "COUNT": str(path / "count")},
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def fake(folder: Path, *, factor: float = 1.0, status: int = 0) -> Path:
+    """Return the file of suites of a benchmark that stands in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fakebench.py").write_text(MODULE.format(factor=factor, status=status))
+    (folder / "suites.toml").write_text(SUITES)
+    return folder / "suites.toml"
+
+
+def test_medians_and_samples_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(
+        {"a": [3.0, 1.0, 2.00000001], "b": 7, "none": None, "in": {"c": [0.5], "text": "x"}, "d": []}
+    )
+    samples, result = capsys.readouterr().out.splitlines()
+    assert samples == 'SAMPLES {"a": [3.0, 1.0, 2.0]}'
+    assert result == 'RESULT {"a": 2.0, "b": 7, "none": null, "in": {"c": 0.5, "text": "x"}, "d": null}'
+    found = values_of_lines({"SAMPLES ": samples, "RESULT ": result})
+    assert found == {"a": [3.0, 1.0, 2.0], "b": [7.0], "in.c": [0.5]}
+
+
+@pytest.mark.parametrize("line", ["RESULT [1]", "RESULT {", 'RESULT {"a": null}', 'RESULT {"a": "fast"}'])
+def test_a_result_without_figures_is_refused(line: str) -> None:
+    with pytest.raises(StoreError, match="RESULT"):
+        values_of_lines({"RESULT ": line})
+
+
+def test_a_suite_is_recorded_compared_and_plotted(tmp_path: Path) -> None:
+    suites = fake(tmp_path / "bench-of-a-user")
+    at = suites.parent
+    store = ("--store", "records")
+    for _ in range(2):
+        out, err = fairway(
+            "run", "fake", "--suites", str(suites), "--record", "records", "--starts", "5",
+            "--", "--size", "3", path=at,
+        )  # fmt: skip
+        assert out.count("working") == 5
+        assert "recorded fake-" in err
+    records = BenchStore(at / "records").records
+    assert [len(record.runs) for record in records] == [5, 5]
+    assert records[0].runs[1] == {"rate": [101.0, 102.0, 103.0], "nested.ms": [5.0]}
+    assert records[0].parameters == {"size": "3"}
+    assert records[0].machine.cores
+    listed, _ = fairway("list", *store, path=at)
+    assert all(record.id in listed for record in records)
+    document = json.loads(fairway("compare", "fake", *store, "-o", "json", path=at)[0])
+    assert document["a"], document["b"] == (records[0].id, records[1].id)
+    verdicts = {figure["name"]: figure["verdict"] for figure in document["figures"]}
+    assert verdicts == {"rate": "better", "nested.ms": "no difference"}
+    table, _ = fairway("compare", records[0].id, records[1].id, *store, path=at)
+    assert "better (5 starts)" in table
+    assert "bootstrap-t" in table
+    plotted, _ = fairway("plot", "fake", "--out", "pictures", *store, path=at)
+    assert "rate: 2 records, changes at: none" in plotted
+    assert (at / "pictures" / "fake-rate.svg").read_text().startswith("<svg")
+
+
+def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
+    """Both sides grow with each start, which pairs of neighbouring starts see and unpaired ones do not."""
+    suites = fake(tmp_path / "ours", factor=1.5)
+    theirs = tmp_path / "theirs"
+    fake(theirs)
+    (theirs / "bench").symlink_to(ROOT / "bench")
+    fairway(
+        "run", "fake", "--suites", str(suites), "--record", "records", "--starts", "6",
+        "--beside", str(theirs), path=suites.parent,
+    )  # fmt: skip
+    ours, other = BenchStore(suites.parent / "records").records
+    assert ours.session == other.session != ""
+    # One count for both: ours first, theirs twice, ours twice.
+    assert [run["nested.ms"] for run in ours.runs[:3]] == [[4.0], [5.0], [4.0]]
+    found = json.loads(
+        fairway("compare", ours.id, other.id, "--store", "records", "-o", "json", path=suites.parent)[0]
+    )
+    assert found["paired"]
+    assert {each["name"]: each["verdict"] for each in found["figures"]}["rate"] in ("worse", "better")
+
+
+def test_failures_are_named_and_leave_no_record(tmp_path: Path) -> None:
+    suites = fake(tmp_path / "a", status=5)
+    run = ("run", "fake", "--suites", str(suites), "--record", "records")
+    _, err = fairway(*run, path=suites.parent, status=2)
+    assert "ended with status 5" in err
+    assert not (suites.parent / "records").exists()
+    fake(tmp_path / "a", status=3)
+    assert "SKIPPED fake" in fairway(*run, path=suites.parent, status=1)[1]
+    fake(tmp_path / "a", status=1)  # an aim was missed: measured all the same
+    fairway(*run, path=suites.parent, status=1)
+    (record,) = BenchStore(suites.parent / "records").records
+    assert "missed" in record.note
+
+
+def test_a_fresh_user_learns_what_to_do(tmp_path: Path) -> None:
+    out, _ = fairway("list", "--store", str(tmp_path / "none"), path=tmp_path)
+    assert "There are no records" in out
+    assert "fairway bench run SUITE --record" in out
+    assert "no suite 'nothing'" in fairway("run", "nothing", path=tmp_path, status=2)[1]
+    err = fairway("compare", "overhead-20261124", "overhead-20261129-published-1", path=tmp_path, status=2)[1]
+    assert "no raw samples" in err
+
+
+def test_the_schedulers_benchmark_is_recorded_twice_and_compared(tmp_path: Path) -> None:
+    tiny = ("--", "--workers", "4", "--placements", "200")
+    for _ in range(2):
+        fairway("run", "scheduler", "--record", "records", *tiny, path=tmp_path)
+    found = json.loads(fairway("compare", "scheduler", "--store", "records", "-o", "json", path=tmp_path)[0])
+    assert {figure["verdict"] for figure in found["figures"]} == {"too few values"}
+    assert "placements_per_s_4" in {figure["name"] for figure in found["figures"]}
+
+
+def test_figures_of_public_load_generators() -> None:
+    quantiles = {"p50": 10.0, "p95": 20.0}
+    export = {
+        "request_count": {"avg": 8.0},
+        "time_to_first_token": quantiles,
+        "inter_token_latency": quantiles,
+        "output_token_throughput": {"avg": 90.0},
+    }
+    wanted = {
+        "ttft_p50_ms": 10.0,
+        "ttft_p95_ms": 20.0,
+        "itl_p50_ms": 10.0,
+        "itl_p95_ms": 20.0,
+        "output_tokens_per_s": 90.0,
+    }
+    assert aiperf_figures(export, 8) == wanted
+    with pytest.raises(SystemExit, match="8 of 9 requests"):
+        aiperf_figures(export, 9)
+    metrics = {
+        "request_totals": {"successful": 8, "errored": 0},
+        "time_to_first_token_ms": {"successful": {"percentiles": quantiles}},
+        "inter_token_latency_ms": {"successful": {"percentiles": quantiles}},
+        "output_tokens_per_second": {"successful": {"mean": 90.0}},
+    }
+    assert guidellm_figures({"benchmarks": [{"metrics": metrics}]}, 8) == wanted
+    metrics["request_totals"]["errored"] = 1
+    with pytest.raises(SystemExit, match="guidellm"):
+        guidellm_figures({"benchmarks": [{"metrics": metrics}]}, 8)
+
+
+def test_an_absent_load_generator_is_skipped_by_name(tmp_path: Path) -> None:
+    out, err = fairway(
+        "run", "serving", "--", "--driver", "aiperf", "--peers", str(tmp_path), path=tmp_path, status=1
+    )
+    assert "SKIPPED aiperf: it is not installed" in out
+    assert "SKIPPED serving" in err
