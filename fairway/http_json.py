@@ -65,3 +65,11 @@ def request_json(url: str, form: Mapping[str, str] | None = None) -> tuple[int, 
     if not isinstance(found, dict):
         raise FetchFailed(f"{url}: the answer is no JSON object")
     return int(answer.status or 0), found
+
+
+def discovered(issuer: str) -> dict[str, Any]:
+    """Return a provider's metadata (OpenID Connect Discovery, section 4). Raises FetchFailed."""
+    status, found = request_json(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+    if status != 200 or found.get("issuer") != issuer:
+        raise FetchFailed(f"{issuer} is no OpenID provider, or its name is written differently")
+    return found
