@@ -16,10 +16,9 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import structlog
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from console import playground
@@ -118,7 +117,7 @@ def build_app(parts: ConsoleParts) -> ASGIApp:
             Route("/sign-in/provider", partial(_begin_provider, parts, parts.provider)),
             Route(BACK_PATH, partial(_finish_provider, parts, parts.provider)),
         ]
-    return _Guard(Starlette(routes=routes), is_secure=parts.is_secure)
+    return _Guard(Router(routes), is_secure=parts.is_secure)
 
 
 class _Guard:

@@ -80,7 +80,7 @@ class SignIns:
     ) -> str:
         """Return the value of the cookie of a new sign-in. The longest unused one is ended for room."""
         mine = [name for name, each in self._open.items() if each.caller.key == caller.key]
-        for name in mine[: len(mine) - MAX_OF_CALLER + 1]:
+        for name in mine[: max(0, len(mine) - MAX_OF_CALLER + 1)]:
             self._end(name)
         while len(self._open) >= MAX_SIGN_INS:
             self._end(next(iter(self._open)))
