@@ -7,13 +7,17 @@
   const shown = (value) => value === null ? "" : value >= 1e6 ? `${+(value / 1e6).toPrecision(3)} M` : value >= 1e4 ? `${+(value / 1e3).toPrecision(3)} k` : String(value);
 
   function options(box, names, more) {
+    const two = (value) => String(value).padStart(2, "0");
+    const timeOf = (seconds) => { const at = new Date(seconds * 1000); return `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`; };
+    const dayOf = (seconds) => new Date(seconds * 1000).toISOString().slice(5, 10);
+    const atOf = more.paths ? dayOf : timeOf;
     const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     const colours = [colour("--s-prefill"), colour("--s-queue")];
     return {
       width: box.clientWidth - 22, height: 170, cursor: { drag: { x: false, y: false } },
-      scales: { y: { range: (_, least, most) => [0, Math.max(1, most * 1.1)] } },
-      axes: [axis, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? shown(tick) : "") }],
-      series: [{ label: "Time" }, ...names.map((label, index) => ({
+      scales: { x: { range: (_, least, most) => [Math.min(least, most - 120), most] }, y: { range: (_, least, most) => [0, Math.max(1, most * 1.1)] } },
+      axes: [{ ...axis, values: (_, ticks) => ticks.map(atOf), space: 80 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? shown(tick) : "") }],
+      series: [{ label: more.paths ? "Day" : "Time", value: (_, at) => at === null ? "" : atOf(at) }, ...names.map((label, index) => ({
         label, stroke: colours[index], width: 1.5, fill: colours[index] + "22", value: (_, value) => shown(value), points: { show: false }, ...more,
       }))],
     };
