@@ -16,10 +16,11 @@ ANTHROPIC := 2.14.0
 MOTO := 5.2.5
 TRITON := 3.6.0
 MINILM := 0.1.0
+PLAYWRIGHT := 1.65.2
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test prometheus-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-series bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test prometheus-test console-env console-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-series bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -84,7 +85,7 @@ verify: setup-dev e2e-env s3-env ## Everything that must hold before a change is
 
 checks: lint imports stubs-check types floor
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test prometheus-test vllm-test smollm2-test typescript-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test prometheus-test vllm-test smollm2-test typescript-test console-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -162,6 +163,17 @@ minilm-env: setup-dev .venv-minilm/minilm-$(MINILM)-beside
 		| tail -1 > "$$(.venv-minilm/bin/python -c "$$where")/beside.pth"
 	@touch $@
 
+# The driver of the browser; the browser itself is the system's. The rest is found in .venv.
+console-env: setup-dev .venv-console/playwright-$(PLAYWRIGHT)
+
+.venv-console/playwright-$(PLAYWRIGHT):
+	$(PYTHON) -m venv .venv-console
+	.venv-console/bin/python -m pip install --quiet --disable-pip-version-check playwright==$(PLAYWRIGHT)
+	@where="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+		$(BIN)/python -c "$$where; print('import site; site.addsitedir(' + repr(sysconfig.get_path('purelib')) + ')')" \
+		| tail -1 > "$$(.venv-console/bin/python -c "$$where")/beside.pth"
+	@touch $@
+
 # What is generated is written before each build; only the sources and the lock file are in the tree.
 .PHONY: node-20 typescript typescript-test
 node-20:
@@ -207,6 +219,11 @@ minilm-test: minilm-env ## Compare a published embedding model with its package'
 
 smollm2-test: setup-dev e2e-env ## Compare SmolLM2, as it is served, with transformers, and call tools (minutes, 93 MB)
 	$(BIN)/python -m pytest tests/smollm2 -n 0 $(ARGS)
+
+console-test: ## Drive the console in headless Chromium, every page as every role (about 5 minutes); SKIPPED where there is none
+	@if [ -x /usr/bin/chromium ]; then $(MAKE) --no-print-directory console-env && \
+		.venv-console/bin/python -m pytest tests/browser -n 0 $(ARGS); \
+	else echo "SKIPPED: there is no /usr/bin/chromium"; fi
 
 chaos: setup-dev ## Run the drills that kill, freeze and cut off parts of a fleet (about 30 minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)

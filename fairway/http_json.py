@@ -83,3 +83,11 @@ def _answer(url: str, data: bytes | None, headers: Mapping[str, str] = _NO_HEADE
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise FetchFailed(f"{url}: {error}") from error
     return int(answer.status or 0), body
+
+
+def discovered(issuer: str) -> dict[str, Any]:
+    """Return a provider's metadata (OpenID Connect Discovery, section 4). Raises FetchFailed."""
+    status, found = request_json(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
+    if status != 200 or found.get("issuer") != issuer:
+        raise FetchFailed(f"{issuer} is no OpenID provider, or its name is written differently")
+    return found

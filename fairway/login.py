@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from fairway.cli.state import read_json, write_private
-from fairway.http_json import FetchFailed, request_json
+from fairway.http_json import FetchFailed, discovered, request_json
 
 _RENEW_S: Final = 60.0  # a token that ends within this time is renewed first
 _RETRY_S: Final = 5.0  # pause between attempts while the provider is away and the token is valid
@@ -100,7 +100,7 @@ def log_in(
 
     ``asked``: further fields of the request, such as ``scope``. Raises LoginFailed, FetchFailed.
     """
-    found = _discovered(issuer)
+    found = discovered(issuer)
     device = _posted(_endpoint(found, "device_authorization_endpoint"), {"client_id": client_id, **asked})
     wait_s = float(device.get("interval") or _INTERVAL_S)
     end_s = now() + min(float(device.get("expires_in") or _LONGEST_S), _LONGEST_S)
@@ -195,14 +195,6 @@ def _with_tokens(login: Login, answer: Mapping[str, Any], now_s: float) -> Login
         refresh_token=str(answer.get("refresh_token") or login.refresh_token),
         expire_unix_s=now_s + float(answer.get("expires_in") or _LIFETIME_S),
     )
-
-
-def _discovered(issuer: str) -> dict[str, Any]:
-    """Return the provider's metadata (OpenID Connect Discovery, section 4)."""
-    status, found = request_json(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
-    if status != 200 or found.get("issuer") != issuer:
-        raise LoginFailed(f"{issuer} is no OpenID provider, or its name is written differently")
-    return found
 
 
 def _endpoint(found: Mapping[str, Any], name: str) -> str:

@@ -277,6 +277,7 @@ class Endpoints:
     gateways_http: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()  # gRPC servers of all schedulers
     controlplanes: tuple[str, ...] = ()  # gRPC servers of all control planes
+    console: str = ""  # URL of the first control plane's console
     # By process: the server of /metrics, /healthz and /readyz.
     metrics: dict[str, str] = field(default_factory=dict)
     supervisor_pid: int = 0  # 0: unknown

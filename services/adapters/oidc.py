@@ -67,6 +67,10 @@ class ProviderSettings(BaseModel):
     role_claim: str = "groups"
     # Name or path of the claim with the tenant, for roles that are bound to one.
     tenant_claim: str = "tenant"
+    # Name of the console as a public client there; empty: people sign in to it by key alone.
+    console_client_id: str = Field(default="", max_length=256)
+    # Scope that it requests; with offline_access its sign-ins outlive a token.
+    console_scope: str = Field(default="openid", max_length=256)
     # Most seconds by which the provider's clock may differ.
     clock_skew_s: int = Field(default=30, ge=0, le=300)
     # Seconds between readings of the keys.

@@ -6,6 +6,7 @@ import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
+from secrets import token_hex
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -137,17 +138,28 @@ class Environment:
             internal_token=self.internal_token,
             new_incident=self.ids.incident_id,
             authenticate=identity.authenticate if identity is not None else None,
-            telemetry=RpcTelemetry(
-                RpcMetrics(self.metrics),
-                self.clock,
-                self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None,
-                self.request_lines,
-            ),
+            telemetry=self._rpc_telemetry,
             audit=self.audit,
             tls=self._server_tls(),
         )
         self.supervisor.spawn("connections", server.guard_connections(self.clock))
         return server
+
+    def own_server(self, *services: RpcService, socket: Path, identity: KeyDirectory) -> RpcServer:
+        """Return a server for this process's calls with people's credentials, on a socket in a private folder.
+
+        It applies the rules of access as the role's own, except for certificates: only this user reaches it.
+        The internal token does not open it.
+        """
+        return RpcServer(
+            services,
+            listen=f"unix:{socket}",
+            internal_token=token_hex(32),
+            new_incident=self.ids.incident_id,
+            authenticate=identity.authenticate,
+            telemetry=self._rpc_telemetry,
+            audit=self.audit,
+        )
 
     def client_tls(self, listen: str) -> Certificates | None:
         """Return the certificates of a port for clients; None: it is plain. Raises ConfigError."""
@@ -288,6 +300,8 @@ class Environment:
             role=self.role,
             rng=self.rng,
         )
+        spans = self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None
+        self._rpc_telemetry = RpcTelemetry(RpcMetrics(self.metrics), self.clock, spans, self.request_lines)
         secured = settings.secures(settings.metrics_tls, settings.metrics_listen)
         if (certificates := self.certificates) is not None:
             self.metrics.gauge(

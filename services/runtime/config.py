@@ -56,6 +56,10 @@ class Settings(BaseModel):
     advertise: Address | None = None
     # Address of the OpenAI HTTP API.
     http_listen: Address = "127.0.0.1:8080"
+    # Address of the console, the web page of the control plane. Empty: there is none.
+    console_listen: Address | None = None
+    # URL at which browsers reach the console; default: that of its address.
+    console_url: str = Field(default="", pattern=r"^(https?://[^\s/@]+)?$")
     # Origins of the web pages that may call the HTTP API, `*` for every one. Empty: none.
     cors_origins: tuple[Origin, ...] = ()
     # Further names of deployments, name=deployment: each has a capital, `_` or one slash, as none of them.
@@ -70,7 +74,7 @@ class Settings(BaseModel):
     spiffe_socket: str = Field(default="", pattern=r"^(unix:/\S+)?$")
     # Folder of the certificate and the authorities for etcd and Redis; default: as between roles.
     store_tls_dir: Path | None = None
-    # TLS of the gateway's HTTP and gRPC; auto: beyond the loopback address.
+    # TLS of the gateway's HTTP and gRPC, and of the console; auto: beyond the loopback address.
     client_tls: Tls = "auto"
     # TLS of the metrics, for certificates of the roles monitor and operator; auto: as client_tls.
     metrics_tls: Tls = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import threading
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from joserfc import jwt
 from joserfc.jwk import ECKey, RSAKey
@@ -29,6 +31,7 @@ class OidcProvider:
         self.pending = 1  # answers of "authorization_pending" before a device is confirmed
         self.refused = ""  # error of the next token request
         self.refreshes: set[str] = set()
+        self.codes: dict[str, dict[str, str]] = {}  # the request of each code of the authorization flow
         self.rotate()
 
     def rotate(self, *, keep: int = 0, kind: str = "RSA") -> RSAKey | ECKey:
@@ -73,6 +76,7 @@ class OidcProvider:
             case "/.well-known/openid-configuration":
                 names = {"device_authorization_endpoint": "device", "token_endpoint": "token"}
                 names["revocation_endpoint"] = "revoke"
+                names["authorization_endpoint"] = "authorize"
                 urls = {name: f"{self.issuer}/{each}" for name, each in names.items()}
                 return 200, {"issuer": self.issuer, "jwks_uri": self.jwks_url, **urls}
             case "/jwks":
@@ -88,6 +92,8 @@ class OidcProvider:
                 return 400, {"error": "authorization_pending"}
             case "/token" if form.get("device_code") == "device-1":
                 return self._tokens()
+            case "/token" if form.get("code") in self.codes:
+                return self._for_code(form)
             case "/token" if form.get("refresh_token") in self.refreshes:
                 self.refreshes.remove(form["refresh_token"])  # each is accepted once
                 return self._tokens()
@@ -97,6 +103,24 @@ class OidcProvider:
                 self.refreshes.discard(form["token"])
                 return 200, {}
         return 404, {"error": "not_found"}
+
+    def consent(self, url: str) -> str:
+        """Return the address that a person who consents at the provider's page is sent back to."""
+        query = {name: values[0] for name, values in parse_qs(urlsplit(url).query).items()}
+        code = f"code-{len(self.codes)}"
+        self.codes[code] = query
+        return f"{query['redirect_uri']}?{urlencode({'code': code, 'state': query['state']})}"
+
+    def _for_code(self, form: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        """Return tokens for a code, once and with the verifier of its challenge (RFC 7636)."""
+        asked = self.codes.pop(form["code"])
+        digest = hashlib.sha256(form.get("code_verifier", "").encode()).digest()
+        challenge = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        matches = challenge == asked["code_challenge"] and asked["code_challenge_method"] == "S256"
+        names = ("client_id", "redirect_uri")
+        if not matches or any(form.get(name) != asked[name] for name in names):
+            return 400, {"error": "invalid_grant"}
+        return self._tokens()
 
     def _tokens(self) -> tuple[int, dict[str, Any]]:
         refresh = f"refresh-{time.monotonic_ns()}"

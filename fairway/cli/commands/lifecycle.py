@@ -587,6 +587,7 @@ def _show_addresses(endpoints: Endpoints, state: StateDir) -> None:
         ("HTTP", f"{endpoints.http}/v1"),
         ("gRPC", endpoints.grpc),
         ("API key", endpoints.api_key),
+        ("console", endpoints.console),
         ("model", endpoints.model or "none deployed"),
     ):
         plain(console, f"  {label:<9} {value}")

@@ -328,6 +328,7 @@ class _Installation:
             schedulers=tuple(addresses.of(name) for name in addresses.scheduler_names),
             controlplanes=tuple(addresses.of(name) for name in addresses.controlplane_names),
             tls_dir=str(addresses.certs or ""),
+            console=f"http://{addresses.of('controlplane_console')}",
             metrics={name: addresses.of(f"{name}_metrics") for name in addresses.role_names},
             supervisor_pid=os.getpid(),
             pids=self.supervisor.pids,

@@ -21,7 +21,7 @@ from fairway.cli.fleet.probes import all_of, etcd_healthy, grpc_serving, redis_a
 from fairway.cli.fleet.supervisor import ProcessSpec
 from fairway.cli.state import StateDir
 
-PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051}
+PREFERRED_PORTS: Final = {"gateway_http": 8080, "gateway_grpc": 50051, "controlplane_console": 8090}
 # Variables of the commands of `fairway`, and of scripts around an installation; no settings of the roles.
 CLIENT_VARIABLES: Final = (
     "FAIRWAY_API_KEY",
@@ -136,6 +136,8 @@ def port_names(options: UpOptions) -> tuple[str, ...]:
     names = []
     for name in Addresses.for_options(options, {}).role_names:
         names += [f"{name}_grpc", f"{name}_http"] if role_of(name) == "gateway" else [name]
+        if role_of(name) == "controlplane":
+            names.append(f"{name}_console")
         names.append(f"{name}_metrics")
     return tuple(names)
 
@@ -232,6 +234,7 @@ def role_environment(
         defaults["FAIRWAY_FILES_DIR"] = str(state.data("files"))
         required["FAIRWAY_RECORD_KEYS_FILE"] = str(state.secret("record_keys"))
     if role == "controlplane":
+        required["FAIRWAY_CONSOLE_LISTEN"] = addresses.of(f"{name}_console")
         required["FAIRWAY_ADMIN_KEY_FILE"] = str(state.secret("admin_key"))
         required["FAIRWAY_AUDIT_KEY_FILE"] = str(state.secret("audit_key"))
         defaults["FAIRWAY_USAGE_DIR"] = str(state.data("usage"))

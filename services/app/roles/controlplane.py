@@ -22,6 +22,7 @@ from services.adapters.node_command import CommandNodes
 from services.adapters.redis.limiter import RedisLimiter
 from services.app.environment import Environment
 from services.app.process import Role
+from services.app.roles.console import ConsoleServer
 from services.app.roles.ledger import open_ledger, open_tile_store
 from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
 from services.app.roles.slis import open_objectives
@@ -134,8 +135,13 @@ def controlplane(environment: Environment) -> Role:
         require_current=keys.require_current,
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
-    server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
-    return Role(server, start=start, checks=(*_checks(rounds, ledger, sequencer), *senders))
+    services = _services(servicer, *reports, KedaServicer(fleet))
+    server = environment.server(*services, identity=keys)
+    checks = (*_checks(rounds, ledger, sequencer), *senders)
+    if settings.console_listen is None:
+        return Role(server, start=start, checks=checks)
+    console = ConsoleServer(environment, services[:1], keys, settings.console_listen)
+    return Role(server, start=start, open=console.start, drain=console.stop, checks=checks)
 
 
 def _services(

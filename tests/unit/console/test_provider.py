@@ -1,0 +1,131 @@
+"""Sign-in by an OpenID provider: only for the browser that began it, and renewed while it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from joserfc import jwt
+
+from console.provider import BACK_PATH, WebProvider
+from fairway.v1 import controlplane_pb2 as cp
+from services.core.errors import Unauthenticated
+from tests.support.clocks import HandClock
+from tests.support.console import URL, Browser, FilledApi
+from tests.support.oidc_provider import OidcProvider, oidc_provider
+
+
+class TokenApi(FilledApi):
+    """Takes tokens of a provider, as the control plane verifies them."""
+
+    def __init__(self, provider: OidcProvider, clock: HandClock) -> None:
+        super().__init__()
+        self._provider, self._clock = provider, clock
+
+    def caller(self, credential: str) -> cp.GetCallerResponse:
+        if not credential.startswith("ey"):
+            return super().caller(credential)
+        claims: dict[str, Any] = jwt.decode(credential, self._provider.keys[0]).claims
+        end_s = self._clock.now_s + claims["exp"] - claims["iat"]
+        if credential in self.revoked:
+            raise Unauthenticated("the token has expired")
+        found = cp.GetCallerResponse(key="token:ann", subject="ann", role=cp.KEY_ROLE_ADMIN)
+        found.expire_time.seconds = int(end_s)
+        return found
+
+
+@pytest.fixture
+def provider() -> Iterator[OidcProvider]:
+    with oidc_provider() as found:
+        yield found
+
+
+@pytest.fixture
+def person(provider: OidcProvider) -> Browser:
+    clock = HandClock(1_800_000_000.0)
+    numbers = iter(range(1000))
+    client = WebProvider(
+        provider.issuer, "console", "openid", URL + BACK_PATH, lambda: f"random-{next(numbers)}"
+    )
+    return Browser(TokenApi(provider, clock), clock, client)
+
+
+def begun(browser: Browser) -> str:
+    """Return the address of the provider that the browser is sent to."""
+    answer = browser.get("/sign-in/provider")
+    assert answer.status_code == 303
+    header = answer.headers["set-cookie"]
+    assert "HttpOnly" in header
+    assert "SameSite=lax" in header
+    assert "Path=/sign-in" in header
+    return str(answer.headers["location"])
+
+
+def test_a_person_signs_in_by_the_provider(person: Browser, provider: OidcProvider) -> None:
+    assert provider.issuer in person.get("/sign-in").text
+    url = begun(person)
+    assert url.startswith(f"{provider.issuer}/authorize?response_type=code&client_id=console&")
+    answer = person.get(provider.consent(url).removeprefix(URL))
+    assert answer.status_code == 200
+    assert 'content="0; url=/"' in answer.text
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    page = person.get("/")
+    assert page.status_code == 200
+    assert "<b>ann</b>" in page.text
+
+
+def test_an_answer_for_another_browser_signs_nobody_in(person: Browser, provider: OidcProvider) -> None:
+    back = provider.consent(begun(person)).removeprefix(URL)
+    other = person.other()
+    assert other.get(back).status_code == 401
+    assert other.get("/").status_code == 303
+    begun(other)
+    assert other.get(back).status_code == 401
+    assert len(person.parts.sign_ins) == 0
+
+
+def test_a_code_is_good_for_one_sign_in(person: Browser, provider: OidcProvider) -> None:
+    url = begun(person)
+    back = provider.consent(url).removeprefix(URL)
+    cookie = person.http.cookies["fairway-provider"]
+    assert person.get(back).status_code == 200
+    person.http.cookies.set("fairway-provider", cookie, path="/sign-in")
+    answer = person.get(back)
+    assert answer.status_code == 401
+    assert "invalid_grant" in answer.text
+
+
+def test_a_refusal_at_the_provider_is_shown_as_text(person: Browser) -> None:
+    url = begun(person)
+    state = url.partition("state=")[2].partition("&")[0]
+    answer = person.get(f"{BACK_PATH}?state={state}&error=%3Cevil-tag%3E")
+    assert answer.status_code == 401
+    assert "&lt;evil-tag&gt;" in answer.text
+
+
+def test_a_provider_that_is_away_is_said(person: Browser, provider: OidcProvider) -> None:
+    provider.down = True
+    answer = person.get("/sign-in/provider")
+    assert answer.status_code == 503
+    assert "provider" in answer.text
+
+
+def test_without_a_provider_there_is_no_such_sign_in(browser: Browser) -> None:
+    assert "/sign-in/provider" not in browser.get("/sign-in").text
+    assert browser.get("/sign-in/provider").status_code == 303
+
+
+def test_a_token_is_renewed_before_it_ends_and_ends_with_its_login(
+    person: Browser, provider: OidcProvider
+) -> None:
+    person.get(provider.consent(begun(person)).removeprefix(URL))
+    for _ in range(5):
+        person.clock.now_s += provider.lifetime_s - 30
+        assert person.get("/").status_code == 200
+    assert provider.requests.count("/token") == 6
+    provider.refreshes.clear()
+    person.clock.now_s += provider.lifetime_s - 30
+    assert person.get("/").status_code == 200, "the token itself is still valid"
+    person.clock.now_s += 31
+    assert person.get("/").status_code == 303
