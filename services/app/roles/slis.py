@@ -42,7 +42,14 @@ def open_objectives(
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:
     """Return the recorder of a gateway; what it counts is reported from now on."""
-    recorder = SliRecorder(environment.metrics, zone=environment.settings.zone)
+    settings = environment.settings
+    recorder = SliRecorder(
+        environment.metrics,
+        zone=settings.zone,
+        gateway=settings.advertised,
+        rng=environment.rng,
+        log_s=lambda: environment.log_stream.spent_s,
+    )
     reporter = SliReporter(
         recorder,
         _leader(environment),
