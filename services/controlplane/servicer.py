@@ -104,6 +104,17 @@ class TimelineAnswers(Protocol):
     async def get(self, request: pb.GetTimelineRequest, *, forwarded: bool) -> pb.GetTimelineResponse: ...
 
 
+class DiagnosedLatencies(Protocol):
+    """``diagnosis.listing.Diagnoses``."""
+
+    async def diagnose(
+        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool
+    ) -> pb.DiagnoseLatencyResponse: ...
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool
+    ) -> pb.SaveLatencyBaselineResponse: ...
+
+
 class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
@@ -114,6 +125,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         slis: SliPages,
         scaling: ScalingPages,
         timelines: TimelineAnswers,
+        diagnoses: DiagnosedLatencies,
         *,
         audit: AuditReader,
         require_current: Callable[[Principal], None],
@@ -129,6 +141,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._slis = slis
         self._scaling = scaling
         self._timelines = timelines
+        self._diagnoses = diagnoses
         self._audit = audit
         self._require_current = require_current
 
@@ -493,6 +506,20 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.ListFinishedRequestsRequest, context: Context
     ) -> pb.ListFinishedRequestsResponse:
         return await self._slis.finished(request, forwarded=not caller())
+
+    async def DiagnoseLatency(
+        self, request: pb.DiagnoseLatencyRequest, context: Context
+    ) -> pb.DiagnoseLatencyResponse:
+        if tenant := caller_tenant():
+            if request.tenant not in ("", tenant):
+                return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
+            request.tenant = tenant
+        return await self._diagnoses.diagnose(request, forwarded=not caller())
+
+    async def SaveLatencyBaseline(
+        self, request: pb.SaveLatencyBaselineRequest, context: Context
+    ) -> pb.SaveLatencyBaselineResponse:
+        return await self._diagnoses.save_baseline(request, forwarded=not caller())
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: Context
