@@ -7,8 +7,8 @@
     ├── NotFound                ModelNotFound, ThreadNotFound
     ├── Conflict                AlreadyExists (IdempotencyConflict), EtagMismatch
     ├── FailedPrecondition      IntegrityError, DoesNotFit, ResultExpired, VersionGone, EngineNotInstalled,
-    │                           PoisonedInput, SignatureMissing, SignerNotAllowed, SignatureInvalid,
-    │                           KeyDestroyed
+    │                           NotReplaceable, PoisonedInput, SignatureMissing, SignerNotAllowed,
+    │                           SignatureInvalid, KeyDestroyed
     ├── OverQuota               RequestRateExceeded, TokenRateExceeded, ConcurrencyExceeded,
     │                           BudgetExceeded, IdempotencyKeysExceeded, OverCommitment, ShareExceeded,
     │                           KvBudgetExceeded

@@ -62,6 +62,7 @@ ERRORS: Final[dict[str, tuple[Fault, str]]] = {
     "INTEGRITY_ERROR": (Fault.OURS, "The operator restores the damaged bytes"),
     "DOES_NOT_FIT": (Fault.OURS, "The operator adds memory"),
     "ENGINE_NOT_INSTALLED": (Fault.OURS, "The operator installs the engine"),
+    "NOT_REPLACEABLE": (Fault.OURS, "The operator updates the deployment without in_place"),
     "SIGNATURE_MISSING": (Fault.OURS, "The operator signs the version, or deploys a signed one"),
     "SIGNER_NOT_ALLOWED": (
         Fault.OURS,

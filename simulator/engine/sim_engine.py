@@ -233,6 +233,10 @@ class SimKvPool:
                 self._add(name, 0)
         self._evict_beyond(self.blocks_open)
 
+    def clear(self) -> None:
+        """See ``PrefixReuse``. Simulated engines keep their weights."""
+        raise NotImplementedError
+
     def take_changes(self) -> tuple[list[int], list[int]]:
         """See ``PrefixReuse``."""
         if not (self._added or self._removed):

@@ -137,6 +137,9 @@ class SimFiles:
     async def computation(self, folder: Path) -> str:
         return ""
 
+    async def parts(self, folder: Path) -> dict[str, str]:
+        return {}
+
     async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
         return 0
 

@@ -310,7 +310,7 @@ class Engine:
         while self._flight is not None:  # batches of sequences that were cancelled meanwhile
             self._send(self.step())
         try:
-            self._weights.replace_weights(folder, lambda done: self._send(Progress("weights", done)))
+            self._weights.replace_weights(folder, lambda done: self._send(Progress("replace", done)))
         except REFUSALS as error:
             self._send(WeightsRefused(error.reason, str(error), changed=True))
             raise WeightsLost(error.reason) from error

@@ -342,9 +342,10 @@ class VersionEngine:
             await replacement.drain()
             successor.replacing()
             await replacement.exchange(folder)
-            successor.engine_loaded()
-            self._begin_probe(successor, loaded.event, process, replacement)
-            await replacement.probed()
+            if not successor.probed:
+                successor.engine_loaded()
+                self._begin_probe(successor, loaded.event, process, replacement)
+                await replacement.probed()
         except (ReplacementFailed, Unavailable, asyncio.CancelledError):
             self._give_up(replacement, names)
             raise

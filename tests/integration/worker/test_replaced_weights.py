@@ -20,8 +20,7 @@ from safetensors.numpy import load_file, save_file
 from services.core.generation import FinishReason, NotAdmittedReason, OutputLimits, Prompt, Sampling
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.records import AssignedVersion, InPlace, LoadedVersion, VersionState
-from services.worker.engine.load.loading import load
-from services.worker.engine_protocol import EngineConfig, Submit
+from services.worker.engine_protocol import Submit
 from services.worker.slots.engine_settings import EngineSettings
 from tests.integration.worker.harness import (
     VOCAB,
@@ -32,13 +31,14 @@ from tests.integration.worker.harness import (
     start_harness,
     write_model,
 )
+from tests.support.engine_oracle import load_engine
 
 A, B, C = ("sha256:" + letter * 64 for letter in "abc")
 TOKENS: Final = 24
 PROMPTS: Final = [[(7 * place + 11 * number) % VOCAB for place in range(40)] for number in range(4)]
 PATIENCE_S: Final = 240.0
 SMALL: Final = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-LARGE: Final = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+LARGE: Final = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
 Outputs = dict[str, list[list[int]]]  # tokens by version and prompt
 
 
@@ -89,10 +89,7 @@ def oracle(folders: Mapping[str, Path]) -> Outputs:
     """Return what a fresh load of each version makes of each prompt."""
     found: Outputs = {}
     for digest, folder in folders.items():
-        engine, _ = load(
-            EngineConfig("", str(folder), threads=1, kv_blocks=64, max_model_len=256),
-            lambda _phase, _ratio: None,
-        )
+        engine = load_engine(folder, {"max_model_len": 256, "kv_blocks": 64})
         outputs: dict[int, list[int]] = {}
         for handle, prompt in enumerate(PROMPTS):
             limits, sampling = OutputLimits(TOKENS, ignore_eos=True), Sampling(handle, temperature=1.0)

@@ -291,6 +291,21 @@ async def test_a_version_that_stays_withdrawn_ends_the_request_retryably() -> No
     assert len(harness.workers.started) == MAX_ROUTES
 
 
+async def test_a_request_that_is_returned_from_replaced_weights_starts_over_or_ends_by_name() -> None:
+    refused = emit(0, NotAdmittedReason.STALE_ROUTE)
+    returned = emit(0, ended(0, FinishReason.PREEMPTED))
+    harness, calls = Harness(returned, refused, emit(3, ended(3))), list[str]()
+    harness.reroute = rerouted(harness, "sha256:y", calls)
+    assert isinstance(await harness.run(), Finished)
+    assert calls == ["sha256:x"]
+    begun, calls = Harness(emit(2, ended(2, FinishReason.PREEMPTED)), refused), list[str]()
+    begun.reroute = rerouted(begun, "sha256:y", calls)
+    end = await begun.run()
+    assert isinstance(end, errors.VersionGone)
+    assert begun.sink.tokens == {0: [100, 101]}
+    assert not calls, "tokens of two versions in one stream"
+
+
 async def test_output_of_another_choice_prevents_another_version() -> None:
     harness, calls = Harness(emit(2, None), emit(0, NotAdmittedReason.STALE_ROUTE), choices=2), list[str]()
     harness.reroute = rerouted(harness, "sha256:y", calls)

@@ -84,6 +84,7 @@ class Files:
         self._adapter_bytes = adapter_bytes
         self.folder: Path | None = folder
         self.error: FailedPrecondition | None = None
+        self.stated = {"config.json": "same"}  # what it computes with but its weights
         self._computation, self._vocabulary = computation, vocabulary
 
     async def fetch(self, progress: Callable[[float], None]) -> None: ...
@@ -100,6 +101,9 @@ class Files:
 
     async def computation(self, folder: Path) -> str:
         return self._computation
+
+    async def parts(self, folder: Path) -> dict[str, str]:
+        return self.stated
 
     async def vocabulary(self, folder: Path) -> Vocabulary:
         return self._vocabulary

@@ -26,9 +26,11 @@ from services.worker.engine_protocol import (
     WeightsRefused,
     WeightsReplaced,
 )
+from tests.support.engine_oracle import load_engine
 
 PROMPT: Final = [token % 90 for token in range(7, 150)]
 TOKENS: Final = 12
+OPTIONS: Final = {"max_model_len": 256, "kv_blocks": 64, "token_budget": 64}
 ROOT: Final = 1 << 40
 
 
@@ -47,9 +49,8 @@ class Sent:
 
 
 def loaded(folder: Path, **options: Any) -> tuple[Engine, Sent]:
-    config = EngineConfig("", str(folder), threads=1, max_model_len=256, kv_blocks=64, token_budget=64)
-    config = msgspec.structs.replace(config, operators_cache=str(folder.parent / "operators"), **options)
-    engine, _ = load(config, lambda _phase, _ratio: None)
+    config = EngineConfig("", str(folder), threads=1)
+    engine, _ = load(msgspec.structs.replace(config, **(OPTIONS | options)), lambda _phase, _ratio: None)
     sent = Sent()
     engine.connect(sent)
     return engine, sent
@@ -93,7 +94,7 @@ def test_replaced_weights_compute_what_a_fresh_load_does(
     for turn, folder in enumerate((new, old, new), start=1):
         engine.apply(ReplaceWeights(str(folder)))
         assert isinstance(sent.messages[-1], WeightsReplaced)
-        fresh, _ = loaded(folder, **options)
+        fresh = load_engine(folder, OPTIONS | options)
         here, found = run(engine, submit(10 * turn), submit(10 * turn + 1, temperature=1.0))
         there, expected = run(fresh, submit(10 * turn), submit(10 * turn + 1, temperature=1.0))
         assert here == there
