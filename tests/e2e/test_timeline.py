@@ -71,7 +71,9 @@ def test_requests_that_shared_steps_are_in_each_others_timelines(
 
 
 def test_an_unknown_request_has_no_timeline(cli: CommandLine) -> None:
-    assert "there is no record of the request" in cli("timeline", "req_" + "0" * 24, code=3).err
+    said = cli("timeline", "req_" + "0" * 24, code=4)
+    assert "there is no record of the request" in said.err
+    assert "fairway requests list --slow" in said.err
 
 
 def test_a_trace_that_cannot_be_written_is_an_error(cli: CommandLine, stack: Stack) -> None:
@@ -83,12 +85,12 @@ def test_a_trace_that_cannot_be_written_is_an_error(cli: CommandLine, stack: Sta
 def test_a_tenant_sees_its_own_requests_alone(cli: CommandLine, stack: Stack) -> None:
     name = _answered(stack, 8)
     cli("tenants", "create", "stranger")
-    secret = cli("keys", "create", "stranger/one", "-o", "json").json["secret"]
+    secret = cli("keys", "create", "strange-key", "--tenant", "stranger").out.strip()
     try:
         own = cli("timeline", name, "--admin-key", stack.api_key, "-o", "json").json
         assert own["workers"][0]["worker_id"] == "worker 1"
         assert {one["request_id"] for one in own["workers"][0]["sequences"]} == {name}
-        assert "there is no record" in cli("timeline", name, "--admin-key", secret, code=3).err
+        assert "there is no record" in cli("timeline", name, "--admin-key", secret, code=4).err
     finally:
-        cli("keys", "delete", "stranger/one", "--yes")
+        cli("keys", "revoke", "strange-key", "--yes")
         cli("tenants", "delete", "stranger", "--yes")

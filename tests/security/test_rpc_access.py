@@ -118,7 +118,7 @@ def test_each_role_has_the_methods_that_are_its_own() -> None:
         auditors = {KeyRole.AUDITOR, KeyRole.ADMIN}
         if service in DATA_PLANE:
             expected = of_tenant
-        elif service in INTERNAL_SERVICES or name in ("Execute", "ExchangeChunks"):
+        elif service in INTERNAL_SERVICES or name in ("Execute", "ExchangeChunks", "ReadSteps"):
             expected = set()
         elif name == "GetCaller":
             expected = set(KeyRole)
@@ -132,6 +132,8 @@ def test_each_role_has_the_methods_that_are_its_own() -> None:
             expected = auditors | of_tenant
         elif name in ("ListAuditEvents", "ExportAuditLog"):
             expected = auditors
+        elif name == "GetTimeline":
+            expected = staff | auditors | of_tenant
         elif name in OF_REQUESTS:
             expected = staff | {KeyRole.AUDITOR}
         elif name not in PUBLISHING and name.startswith(READS):

@@ -84,9 +84,13 @@ def add(app: typer.Typer) -> None:
         Workers hold their last steps in 23 MiB; the control plane keeps the timelines of the slowest and of
         failed requests for an hour. A tenant sees its own requests, without the others of their steps.
         """
-        found = await checked(
-            connection.admin.placements.timeline(request_id), what="cannot show the timeline"
-        )
+        reading = connection.admin.placements.timeline(request_id)
+        try:
+            found = await checked(reading, what="cannot show the timeline")
+        except CliError as error:
+            if error.reason == "NOT_FOUND":
+                error.next_step = "`fairway requests list --slow` has those whose timelines are kept"
+            raise
         if perfetto is not None:
             _write(perfetto, found)
         if output in DOCUMENTS:

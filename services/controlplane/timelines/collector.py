@@ -1,7 +1,7 @@
 """Collects timelines: on request, and of slow and failed requests before their records are overwritten.
 
 The leading control plane answers, since it has the gateways' records of ended requests. It keeps timelines
-in memory: with its leadership they end.
+in memory: its successor has none of them.
 """
 
 from __future__ import annotations
@@ -115,16 +115,14 @@ class Timelines:
         """Collect the timelines of slow and failed requests while this process leads, until cancelled."""
         while True:
             await self._clock.sleep(ROUND_S)
+            self._kept.expire(self._clock.unix_s())
             if self._sources.ended.leads:
                 await self._round()
-            elif len(self._kept):
-                self._kept = KeptTimelines()
 
     async def _round(self) -> None:
         requests, kept = self._sources.ended.requests, self._kept
         fresh = requests.newest(min(requests.added - self._seen, _NEWEST))
         self._seen = requests.added
-        kept.expire(self._clock.unix_s())
         for one in kept.wanted(fresh):
             timeline = await self._collect(one.request_id, one)
             self._keep(one, timeline)

@@ -43,7 +43,7 @@ class StepPace:
         self._sums.add((1.0, prefilled, output, attended), step_s)
         self._samples += 1
         if self._samples >= self._due:
-            step_s, prefill_s, output_s, attended_s = non_negative((self._sums,)).values
-            self._factors = step_s or 0.0, prefill_s or 0.0, output_s or 0.0, attended_s or 0.0
+            one, two, three, four = (value or 0.0 for value in non_negative((self._sums,)).values)
+            self._factors = one, two, three, four
             self._every = min(2 * self._every, _LAST_FIT)
             self._due = self._samples + self._every

@@ -98,6 +98,7 @@ def test_the_ring_holds_the_newest_steps_whole(seed: int) -> None:
         Recorded(max_steps=16, max_words=64, max_sequences=8),
         list[set[int]](),
     )
+    ends_s = list[float]()
     other = found.recorder.engine("sha256:b", "embed")
     for number in range(200):
         handles = [rng.randrange(1, 50) for _ in range(rng.randrange(0, 12))]
@@ -108,11 +109,14 @@ def test_the_ring_holds_the_newest_steps_whole(seed: int) -> None:
         if handles or prefilled:
             engine.stepped(stepped(handles, prefilled))
             written.append({*handles, *prefilled})
+            ends_s.append(found.clock.now_s)
         found.recorder.check_integrity()
         steps = found.recorder.read(StepQuery()).steps
         assert len(steps) == found.recorder.held_steps
         assert [step.number for step in steps] == list(range(len(written) - len(steps) + 1, len(written) + 1))
         assert [{*step.members} for step in steps] == written[len(written) - len(steps) :]
+        lost_s = ends_s[: len(ends_s) - len(steps)] or [100.0]
+        assert found.recorder.read(StepQuery()).since_s == lost_s[-1]
     assert found.recorder.held_steps < 17
     counts = _counts(found.metrics, "fairway_worker_recorded_steps")
     assert counts == {"recorded": len(written), "overwritten": len(written) - found.recorder.held_steps}
