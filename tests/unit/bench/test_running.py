@@ -25,7 +25,8 @@ start = len(count.read_text()) if count.exists() else 0
 with count.open("a") as file:
     file.write("x")
 print("working")
-print_result({{"rate": [{factor} * (100 + start + n) for n in range(3)], "nested": {{"ms": 4.0 + start % 2}}}})
+rates = [{factor} * (100 + start + n) for n in range(3)]
+print_result({{"rate": rates, "nested": {{"ms": 4.0 + start % 2}}}})
 sys.exit({status})
 """
 SUITES = "[fake]\nmodule = 'fakebench'\nhigher = ['rate']\n[fake.parameters]\n"

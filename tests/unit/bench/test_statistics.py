@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bench.store.statistics import MAX_SERIES, MIN_VALUES, change_of, change_points
 
-SEEDS = 300
-Draw = Callable[[np.random.Generator, int], np.ndarray]
+SEEDS = 200
+Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 DRAWS: dict[str, Draw] = {
     "normal": lambda rng, count: rng.normal(100.0, 5.0, count),
     "lognormal": lambda rng, count: rng.lognormal(2.0, 0.5, count),
