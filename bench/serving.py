@@ -206,8 +206,8 @@ def main() -> int:
         "--tokenizer", type=Path, default=CHECKPOINT, help="folder with the model's tokenizer"
     )
     parser.add_argument("--device", default="cpu")
-    for name, value in (("concurrency", 8), ("prompt-tokens", 64), ("output-tokens", 32), ("requests", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, usual in (("concurrency", 8), ("prompt-tokens", 64), ("output-tokens", 32), ("requests", 64)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.driver != "own" and not is_installed(options.peers, options.driver):

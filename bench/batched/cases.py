@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -83,7 +83,7 @@ class Bench:
         raise AssertionError("the last try returns or raises")
 
 
-async def closed(bench: Bench, here: Installation) -> dict[str, Figure]:
+async def closed(bench: Bench, here: Installation) -> Mapping[str, Figure]:
     """64 clients, each with its next request once one is answered: the worker, the whole path, the peers.
 
     The bare path is what two hops of grpc.aio take with no work in them; ``path_of_two`` has two gateways.
@@ -139,7 +139,7 @@ async def closed(bench: Bench, here: Installation) -> dict[str, Figure]:
     return figures
 
 
-async def open_arrivals(bench: Bench, here: Installation) -> dict[str, Figure]:
+async def open_arrivals(bench: Bench, here: Installation) -> Mapping[str, Figure]:
     """Mixed lengths, Poisson and bursty arrivals: the highest rates at which p99 meets the objective."""
     rows, effort = token_rows(), bench.effort
 
@@ -190,7 +190,7 @@ def times_of(arrivals: Arrivals, seconds: float, *, seed: int = 0) -> list[float
     return list(takewhile(lambda at_s: at_s < seconds, arrivals.times(random.Random(seed))))
 
 
-async def linger(bench: Bench, here: Installation) -> dict[str, Figure]:
+async def linger(bench: Bench, here: Installation) -> Mapping[str, Figure]:
     """The derived window against the best fixed one on the real worker: rows/s, and goodput."""
     effort, rows = bench.effort, mlp_rows()
 
@@ -225,7 +225,7 @@ async def linger(bench: Bench, here: Installation) -> dict[str, Figure]:
     return ratios | {"linger_vs_best_fixed": min(ratios.values())}
 
 
-async def single(bench: Bench, here: Installation) -> dict[str, Figure]:
+async def single(bench: Bench, here: Installation) -> Mapping[str, Figure]:
     """One request at a time on an idle system: its latency over the latency without the wait for a batch."""
     target = here.path_target("mlp", mlp_rows())
 
@@ -246,7 +246,7 @@ async def single(bench: Bench, here: Installation) -> dict[str, Figure]:
     return {"single_vs_no_wait": round(mean_ms / (mean_ms - wait_ms), 3), "single_ms": round(mean_ms, 2)}
 
 
-async def neighbours(bench: Bench, here: Installation) -> dict[str, Figure]:
+async def neighbours(bench: Bench, here: Installation) -> Mapping[str, Figure]:
     """Others' p95 while one tenant sends requests of 64 of the longest rows, over their p95 without."""
     effort = bench.effort
     own = here.path_target("encoder", token_rows(), name="neighbours")
@@ -279,7 +279,7 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
     return {name: round(value, 1) for name, value in values.items()}
 
 
-CASES: Final[Mapping[str, Callable[[Bench, Installation], Awaitable[dict[str, Figure]]]]] = {
+CASES: Final[Mapping[str, Callable[[Bench, Installation], Coroutine[None, None, Mapping[str, Figure]]]]] = {
     "closed": closed,
     "open": open_arrivals,
     "linger": linger,

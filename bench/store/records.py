@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from statistics import median
@@ -213,8 +213,3 @@ def differences(a: BenchRecord, b: BenchRecord) -> dict[str, tuple[str, str]]:
 def values_of(record: BenchRecord, figure: str) -> Sequence[Sequence[float]]:
     """Return the values of each start that has the figure, by round."""
     return [run[figure] for run in record.runs if figure in run]
-
-
-def by_figure(records: Sequence[BenchRecord]) -> Mapping[str, BenchRecord]:
-    """Return the newest record of each figure; ``records`` are sorted by time."""
-    return {name: record for record in records for name in record.names}

@@ -25,17 +25,18 @@ start = len(count.read_text()) if count.exists() else 0
 with count.open("a") as file:
     file.write("x")
 print("working")
-print_result({{"rate": [{factor} * (100 + start + n) for n in range(3)], "nested": {{"ms": 4.0 + start % 2}}}})
+rates = [{factor} * (100 + start + n) for n in range(3)]
+print_result({{"rate": rates, "nested": {{"ms": 4.0 + start % 2}}}})
 sys.exit({status})
 """
 SUITES = "[fake]\nmodule = 'fakebench'\nhigher = ['rate']\n[fake.parameters]\n"
 
 
-def fairway(*arguments: str, path: Path, status: int = 0) -> tuple[str, str]:
-    """Return what the command wrote to stdout and stderr."""
+def bench(*arguments: str, path: Path, status: int = 0, module: str = "bench") -> tuple[str, str]:
+    """Return what the command wrote to stdout and stderr. Its relative paths are below ``path``."""
     paths = os.pathsep.join([str(ROOT), str(path)])
     done = subprocess.run(
-        [sys.executable, "-m", "fairway.cli.main", "bench", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=os.environ | {"PYTHONPATH": paths, "COUNT": str(path / "count")},
         cwd=path,
         capture_output=True,
@@ -44,6 +45,11 @@ def fairway(*arguments: str, path: Path, status: int = 0) -> tuple[str, str]:
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr
+
+
+def fairway(*arguments: str, path: Path, status: int = 0) -> tuple[str, str]:
+    """Return what `fairway bench` wrote."""
+    return bench("bench", *arguments, path=path, status=status, module="fairway.cli.main")
 
 
 def fake(folder: Path, *, factor: float = 1.0, status: int = 0) -> Path:
@@ -76,7 +82,7 @@ def test_a_suite_is_recorded_compared_and_plotted(tmp_path: Path) -> None:
     at = suites.parent
     store = ("--store", "records")
     for _ in range(2):
-        out, err = fairway(
+        out, err = bench(
             "run", "fake", "--suites", str(suites), "--record", "records", "--starts", "5",
             "--", "--size", "3", path=at,
         )  # fmt: skip
@@ -87,16 +93,16 @@ def test_a_suite_is_recorded_compared_and_plotted(tmp_path: Path) -> None:
     assert records[0].runs[1] == {"rate": [101.0, 102.0, 103.0], "nested.ms": [5.0]}
     assert records[0].parameters == {"size": "3"}
     assert records[0].machine.cores
-    listed, _ = fairway("list", *store, path=at)
+    listed, _ = bench("list", *store, path=at)
     assert all(record.id in listed for record in records)
-    document = json.loads(fairway("compare", "fake", *store, "-o", "json", path=at)[0])
-    assert document["a"], document["b"] == (records[0].id, records[1].id)
+    document = json.loads(bench("compare", "fake", *store, "-o", "json", path=at)[0])
+    assert (document["a"], document["b"]) == (records[0].id, records[1].id)
     verdicts = {figure["name"]: figure["verdict"] for figure in document["figures"]}
     assert verdicts == {"rate": "better", "nested.ms": "no difference"}
-    table, _ = fairway("compare", records[0].id, records[1].id, *store, path=at)
+    table, _ = bench("compare", records[0].id, records[1].id, *store, path=at)
     assert "better (5 starts)" in table
     assert "bootstrap-t" in table
-    plotted, _ = fairway("plot", "fake", "--out", "pictures", *store, path=at)
+    plotted, _ = bench("plot", "fake", "--out", "pictures", *store, path=at)
     assert "rate: 2 records, changes at: none" in plotted
     assert (at / "pictures" / "fake-rate.svg").read_text().startswith("<svg")
 
@@ -107,7 +113,7 @@ def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     fake(theirs)
     (theirs / "bench").symlink_to(ROOT / "bench")
-    fairway(
+    bench(
         "run", "fake", "--suites", str(suites), "--record", "records", "--starts", "6",
         "--beside", str(theirs), path=suites.parent,
     )  # fmt: skip
@@ -116,7 +122,7 @@ def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
     # One count for both: ours first, theirs twice, ours twice.
     assert [run["nested.ms"] for run in ours.runs[:3]] == [[4.0], [5.0], [4.0]]
     found = json.loads(
-        fairway("compare", ours.id, other.id, "--store", "records", "-o", "json", path=suites.parent)[0]
+        bench("compare", ours.id, other.id, "--store", "records", "-o", "json", path=suites.parent)[0]
     )
     assert found["paired"]
     assert {each["name"]: each["verdict"] for each in found["figures"]}["rate"] in ("worse", "better")
@@ -125,13 +131,13 @@ def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
 def test_failures_are_named_and_leave_no_record(tmp_path: Path) -> None:
     suites = fake(tmp_path / "a", status=5)
     run = ("run", "fake", "--suites", str(suites), "--record", "records")
-    _, err = fairway(*run, path=suites.parent, status=2)
+    _, err = bench(*run, path=suites.parent, status=2)
     assert "ended with status 5" in err
     assert not (suites.parent / "records").exists()
     fake(tmp_path / "a", status=3)
-    assert "SKIPPED fake" in fairway(*run, path=suites.parent, status=1)[1]
+    assert "SKIPPED fake" in bench(*run, path=suites.parent, status=3)[1]
     fake(tmp_path / "a", status=1)  # an aim was missed: measured all the same
-    fairway(*run, path=suites.parent, status=1)
+    bench(*run, path=suites.parent, status=1)
     (record,) = BenchStore(suites.parent / "records").records
     assert "missed" in record.note
 

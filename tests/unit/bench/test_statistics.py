@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from bench.store.statistics import MAX_SERIES, MIN_VALUES, change_of, change_points
 
-SEEDS = 300
-Draw = Callable[[np.random.Generator, int], np.ndarray]
+SEEDS = 200
+SERIES_SEEDS = 500
+Draw = Callable[[np.random.Generator, int], NDArray[np.float64]]
 DRAWS: dict[str, Draw] = {
     "normal": lambda rng, count: rng.normal(100.0, 5.0, count),
     "lognormal": lambda rng, count: rng.lognormal(2.0, 0.5, count),
@@ -21,7 +23,7 @@ DRAWS: dict[str, Draw] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize(("count", "paired"), [(5, False), (8, False), (8, True), (20, True)])
+@pytest.mark.parametrize(("count", "paired"), [(5, False), (8, True), (20, True)])
 def test_equal_sets_are_rarely_called_different(name: str, count: int, paired: bool) -> None:
     draw = DRAWS[name]
     false = 0
@@ -68,9 +70,10 @@ def test_few_values_and_unequal_pairs_are_refused() -> None:
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_series_without_a_change_has_none(name: str) -> None:
     cut = sum(
-        bool(change_points(DRAWS[name](np.random.default_rng(seed), 24).tolist())) for seed in range(SEEDS)
+        bool(change_points(DRAWS[name](np.random.default_rng(seed), 24).tolist()))
+        for seed in range(SERIES_SEEDS)
     )
-    assert cut / SEEDS <= 0.03
+    assert cut / SERIES_SEEDS <= 0.025
 
 
 @pytest.mark.parametrize("at", [6, 12, 20])
