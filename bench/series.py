@@ -32,8 +32,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from bench.stack import free_port
 
 SCRAPE_S: Final = 15.0
@@ -89,17 +87,15 @@ class SimulatedWorkers:
 
     def __init__(self, series: Sequence[ExportedSeries], count: int) -> None:
         self._heads = [one.head for one in series]
-        self._changes = [one.changes for one in series]
-        self._steps = [max(abs(one.value), 1.0) / 1000 for one in series]
+        self._moving = [(at, one.value.is_integer()) for at, one in enumerate(series) if one.changes]
         self._values = [[one.value for one in series] for _ in range(count)]
         self._rng = random.Random(1)
 
     def page(self, worker: int) -> bytes:
+        """Return the worker's exposition after a step: counts grow by whole numbers, times by others."""
         values, rng = self._values[worker], self._rng
-        for at, step in enumerate(self._steps):
-            if self._changes[at]:
-                more = rng.random() * step
-                values[at] += more if step < 1 else round(more)
+        for at, is_whole in self._moving:
+            values[at] += rng.randrange(8) if is_whole else rng.random() * max(abs(values[at]) / 100, 1e-3)
         return "".join(
             f"{head} {value!r}\n" for head, value in zip(self._heads, values, strict=True)
         ).encode()
@@ -187,11 +183,10 @@ def ingest(
     process = subprocess.Popen(command)
     try:
         time.sleep(seconds)
-        resident = psutil.Process(process.pid).memory_info().rss
         snapshot = urllib.request.Request(f"http://{url}/api/v1/admin/tsdb/snapshot", method="POST")
         with urllib.request.urlopen(snapshot, timeout=300) as answer:
             name = json.load(answer)["data"]["name"]
-        return {**_block(folder / "data" / "snapshots" / name), "resident_bytes": resident}
+        return _block(folder / "data" / "snapshots" / name)
     finally:
         process.terminate()
         process.wait(60)
@@ -252,7 +247,6 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, float]
     yield "ingested_samples", stored["samples"]
     yield "chunk_bytes_per_sample", stored["chunk_bytes"] / stored["samples"]
     yield "index_bytes_per_series", stored["index_bytes"] / stored["series"]
-    yield "resident_bytes_per_series", stored["resident_bytes"] / stored["series"]
     whole = sum(count * len(series.get(role, ())) for role, count in FLEET.items())
     yield "fleet_series", whole
     yield "fleet_samples_per_s", whole / SCRAPE_S
