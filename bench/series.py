@@ -32,8 +32,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from bench.stack import free_port
 
 SCRAPE_S: Final = 15.0
@@ -44,7 +42,7 @@ _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ExportedSeries:
     """One series, and whether it changed between two scrapes under load."""
 
     name: str
@@ -68,50 +66,55 @@ def parse(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return found
 
 
-def expand(before: str, after: str, names: Mapping[str, Sequence[str]]) -> list[Series]:
+def expand(before: str, after: str, names: Mapping[str, Sequence[str]]) -> list[ExportedSeries]:
     """Return the series of a process with other tenants, models and classes: ``names`` by label."""
-    first, found = parse(before), dict[str, Series]()
+    first, found = parse(before), dict[str, ExportedSeries]()
     for (name, labels), value in parse(after).items():
         changes = first.get((name, labels)) != value
         taken = [label for label, _ in labels if label in names]
         for values in itertools.product(*(names[label] for label in taken)):
             drawn = dict(zip(taken, values, strict=True))
-            one = Series(name, tuple((key, drawn.get(key, old)) for key, old in labels), value, changes)
+            one = ExportedSeries(
+                name, tuple((key, drawn.get(key, old)) for key, old in labels), value, changes
+            )
             if one.head not in found or changes:
                 found[one.head] = one
     return list(found.values())
 
 
-class Workers:
+class SimulatedWorkers:
     """Serves the same series for many workers, each with values of its own that move at each scrape."""
 
-    def __init__(self, series: Sequence[Series], count: int) -> None:
+    def __init__(self, series: Sequence[ExportedSeries], count: int) -> None:
         self._heads = [one.head for one in series]
-        self._changes = [one.changes for one in series]
-        self._steps = [max(abs(one.value), 1.0) / 1000 for one in series]
+        self._moving = [(at, one.value.is_integer()) for at, one in enumerate(series) if one.changes]
         self._values = [[one.value for one in series] for _ in range(count)]
         self._rng = random.Random(1)
 
     def page(self, worker: int) -> bytes:
+        """Return the worker's exposition after a step: counts grow by whole numbers, times by others."""
         values, rng = self._values[worker], self._rng
-        for at, step in enumerate(self._steps):
-            if self._changes[at]:
-                more = rng.random() * step
-                values[at] += more if step < 1 else round(more)
+        for at, is_whole in self._moving:
+            values[at] += rng.randrange(8) if is_whole else rng.random() * max(abs(values[at]) / 100, 1e-3)
         return "".join(
             f"{head} {value!r}\n" for head, value in zip(self._heads, values, strict=True)
         ).encode()
 
 
 def fairway(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "fairway.cli.main", *arguments], check=True, capture_output=True)
+    """Run the command line. Raises SystemExit with its output when it fails."""
+    command = [sys.executable, "-m", "fairway.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
 
 def real_pages(folder: Path) -> dict[str, tuple[str, str]]:
     """Return two expositions of each role of an installation under load."""
     at = ("--state-dir", str(folder / "state"))
+    ports = ("--http-port", str(free_port()), "--grpc-port", str(free_port()))
     try:
-        fairway("up", "--detach", "--model", "tiny", "--workers", "1", *at)
+        fairway("up", "--detach", "--model", "tiny", "--workers", "1", *ports, *at)
         endpoints = json.loads((folder / "state" / "endpoints.json").read_text())
         _load(endpoints, 40)
         before = _pages(endpoints)
@@ -145,7 +148,9 @@ def _load(endpoints: Mapping[str, Any], requests: int) -> None:
         list(pool.map(ask, range(requests)))
 
 
-def ingest(workers: Workers, count: int, *, each_s: float, seconds: float, folder: Path) -> dict[str, float]:
+def ingest(
+    workers: SimulatedWorkers, count: int, *, each_s: float, seconds: float, folder: Path
+) -> dict[str, float]:
     """Let a Prometheus scrape simulated workers; return what it holds and the sizes of its block."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -178,11 +183,10 @@ def ingest(workers: Workers, count: int, *, each_s: float, seconds: float, folde
     process = subprocess.Popen(command)
     try:
         time.sleep(seconds)
-        resident = psutil.Process(process.pid).memory_info().rss
         snapshot = urllib.request.Request(f"http://{url}/api/v1/admin/tsdb/snapshot", method="POST")
         with urllib.request.urlopen(snapshot, timeout=300) as answer:
             name = json.load(answer)["data"]["name"]
-        return {**_block(folder / "data" / "snapshots" / name), "resident_bytes": resident}
+        return _block(folder / "data" / "snapshots" / name)
     finally:
         process.terminate()
         process.wait(60)
@@ -201,7 +205,9 @@ def _block(snapshot: Path) -> dict[str, float]:
     return found
 
 
-def fleet_of(pages: Mapping[str, tuple[str, str]], options: argparse.Namespace) -> dict[str, list[Series]]:
+def fleet_of(
+    pages: Mapping[str, tuple[str, str]], options: argparse.Namespace
+) -> dict[str, list[ExportedSeries]]:
     """Return the series of one process of each role in the fleet."""
     tenants, models = _names("tenant", options.tenants), _names("model", options.models)
     on_worker = models[: options.models_of_worker]
@@ -232,7 +238,7 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, float]
     worker = series["worker"]
     yield "worker_changing_ratio", sum(one.changes for one in worker) / len(worker)
     stored = ingest(
-        Workers(worker, options.workers),
+        SimulatedWorkers(worker, options.workers),
         options.workers,
         each_s=options.each_s,
         seconds=options.seconds,
@@ -241,7 +247,6 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, float]
     yield "ingested_samples", stored["samples"]
     yield "chunk_bytes_per_sample", stored["chunk_bytes"] / stored["samples"]
     yield "index_bytes_per_series", stored["index_bytes"] / stored["series"]
-    yield "resident_bytes_per_series", stored["resident_bytes"] / stored["series"]
     whole = sum(count * len(series.get(role, ())) for role, count in FLEET.items())
     yield "fleet_series", whole
     yield "fleet_samples_per_s", whole / SCRAPE_S

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_broken_promise_reaches_the_pager_both_ways_and_once(watched: Watched)
     fairway("objectives", "create", "impossible", "--model", model, "--total", "1ms", *own)
     traffic(stack)
     for receiver in watched.receivers:
-        (alert, *_) = until(lambda to=receiver: to.alerts(BURNS, "firing"), "the alert is notified")
+        (alert, *_) = until(partial(receiver.alerts, BURNS, "firing"), "the alert is notified")
         assert alert["labels"] == {
             "alertname": BURNS,
             "severity": "page",
@@ -100,7 +101,7 @@ def test_a_broken_promise_reaches_the_pager_both_ways_and_once(watched: Watched)
     assert len(prints[0]) == 1
     fairway("objectives", "delete", "impossible", "--yes", *own)
     for receiver in watched.receivers:
-        until(lambda to=receiver: to.alerts(BURNS, "resolved"), "its end is notified")
+        until(partial(receiver.alerts, BURNS, "resolved"), "its end is notified")
 
 
 def test_indicators_have_values_on_an_installation(watched: Watched) -> None:

@@ -153,7 +153,7 @@ def test_nothing_is_invented_where_a_peak_or_a_price_is_unknown(tmp_path: Path) 
         f'fairway_worker_device_seconds_total{WORKER},model="m",kind="decode"}}': "0+20x20",
         f'fairway_worker_model_flops_total{WORKER},model="m"}}': "0+1500x20",
     }
-    absent = [
+    absent: list[dict[str, Any]] = [
         {"expr": name, "eval_time": "10m", "exp_samples": []}
         for name in ("fairway:mfu:ratio_rate5m", "fairway:cost_per_1k_tokens:ratio_rate5m")
     ]
