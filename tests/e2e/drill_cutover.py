@@ -59,9 +59,10 @@ from tests.support.model_folder import safetensors
 from tests.support.stack import ROOT, metadata
 
 NAME: Final = "drill"
+WORKERS, GATEWAYS = 4, 3
 CLIENTS: Final = 4  # of each gateway
 TOKENS: Final = 16
-WEIGHT_BYTES: Final = 32 * 2**20  # more than a worker fetches from the registry alone
+OTHER_BYTES: Final = 32 * 2**20  # more than a worker fetches from the registry alone
 WORKING_BYTES: Final = 64 * 2**20  # what a step allocates
 PAUSE_S: Final = 0.05  # between two requests of a client
 OLD_VIEW_S: Final = 17.0  # after it a gateway that is cut off takes the stable version only
@@ -391,8 +392,8 @@ async def publish(admin: AdminClient, folder: Path, number: int) -> None:
     """Publish a version of its own under the tag vNUMBER."""
     tag = f"v{number}"
     written = write_version(folder / tag, VersionFault.GOOD, number, working_bytes=WORKING_BYTES)
-    weights = await asyncio.to_thread(safetensors, WEIGHT_BYTES, number)
-    (written / "model.safetensors").write_bytes(weights)
+    # No two versions share it, and no engine opens it beside a single file of weights.
+    (written / "other.safetensors").write_bytes(await asyncio.to_thread(safetensors, OTHER_BYTES, number))
     await publish_folder(admin, written, NAME, tag, report=lambda _: None)
 
 
@@ -412,7 +413,8 @@ def rollout_to(tag: str, turn: Turn) -> cp.Rollout:
 
 
 async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], CutoverDrill, bool]:
-    shape, load = Shape(workers=4, gateways=3, schedulers=1, controlplanes=1, deploy=False), CutoverLoad()
+    shape = Shape(workers=WORKERS, gateways=GATEWAYS, schedulers=1, controlplanes=1, deploy=False)
+    load = CutoverLoad()
     async with Fleet.started(folder / "state", shape, settings=SETTINGS) as fleet:
         admin = AdminClient(
             fleet.addresses.of("controlplane"),
@@ -423,7 +425,7 @@ async def run(folder: Path, turns: list[Turn]) -> tuple[list[TurnResult], Cutove
         async with admin:
             await publish(admin, folder, 0)
             deployment = cp.Deployment(
-                metadata=cp.Metadata(name=NAME), model=NAME, version="v0", replicas=4, executor="null"
+                metadata=cp.Metadata(name=NAME), model=NAME, version="v0", replicas=WORKERS, executor="null"
             )
             await admin.deployments.create(deployment)
             await admin.deployments.wait_ready(NAME)
