@@ -67,7 +67,7 @@ WORKING_BYTES: Final = 64 * 2**20  # what a step allocates
 PAUSE_S: Final = 0.05  # between two requests of a client
 OLD_VIEW_S: Final = 17.0  # after it a gateway that is cut off takes the stable version only
 AFTER_S: Final = 6.0  # of traffic after a cutover
-SETTLED_S: Final = 3.0  # without an answer of the reverted version
+SETTLED_S: Final = 3.0  # of traffic after a revert
 LONGEST_S: Final = 120.0
 MOST_REVERT_S: Final = 60.0
 MOST_COPIES: Final = 1.5
@@ -228,11 +228,11 @@ class CutoverDrill:
         print(f"  {[(one.what, one.time.ToJsonString()[14:23]) for one in found.history[-2:]]}", flush=True)
         ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
         await asyncio.sleep(AFTER_S)
-        after = self.load.since(ack_unix_s)
         while lifts and turn.cut == "before":
             await lifts.pop()()
         await asyncio.sleep(SETTLED_S if turn.cut else 0.0)
         await self._between(turn, old, new)
+        after = self.load.since(ack_unix_s)
         revert_s, reverted = await self._revert(tag, old, new)
         for lift in lifts:
             await lift()
@@ -320,21 +320,13 @@ class CutoverDrill:
         requests that began after the acknowledgement."""
         began_unix_s = time.time()
         await self.admin.rollouts.revert(tag, reason="the drill reverts it")
-        while True:
-            await asyncio.sleep(0.25)
-            answers = self.load.since(began_unix_s)
-            last_unix_s = max(
-                (one.began_unix_s for one in answers if one.version_digest == new), default=began_unix_s
-            )
-            if time.time() - last_unix_s > SETTLED_S and any(one.version_digest == old for one in answers):
-                break
-            if time.time() - began_unix_s > LONGEST_S:
-                return LONGEST_S, []
-        await self._until_held({old})
         found = await self._until(tag, lambda one: one.phase == cp.ROLLOUT_PHASE_REVERTED)
         ack_unix_s = found.history[-1].time.ToNanoseconds() / 1e9
         print(f"  reverted after {ack_unix_s - began_unix_s:.1f} s", flush=True)
+        await self._until_held({old})  # nothing runs on the other one then
         await asyncio.sleep(SETTLED_S)
+        by_new = [one for one in self.load.since(began_unix_s) if one.version_digest == new]
+        last_unix_s = max((one.began_unix_s for one in by_new), default=began_unix_s)
         return last_unix_s - began_unix_s, self.load.since(ack_unix_s)
 
     async def _until_held(self, digests: set[str]) -> None:
