@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -163,4 +164,20 @@ async def test_peers_that_send_no_chunks_are_replaced_by_the_registry(fleet: Fle
     fleet.sent.clear()
     for node in await fleet.nodes(2):
         assert same(folder, await node.fetch(digest))
+    assert fleet.copies(digest) <= 1.5, fleet.sent
+
+
+async def test_nodes_that_all_lose_their_files_at_once_fetch_about_one_copy(
+    fleet: Fleet, folder: Path, tmp_path: Path
+) -> None:
+    """The registry still counts every one of them as a holder."""
+    digest = await published(fleet, folder)
+    nodes = await fleet.nodes(4)
+    await asyncio.gather(*(node.fetch(digest) for node in nodes))
+    fleet.sent.clear()
+    for number in range(4):
+        for part in ("ready", "partial", "manifests"):
+            shutil.rmtree(tmp_path / f"node-{number}" / part)
+    for path in await asyncio.gather(*(node.fetch(digest) for node in nodes)):
+        assert same(folder, path)
     assert fleet.copies(digest) <= 1.5, fleet.sent
