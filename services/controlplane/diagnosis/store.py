@@ -170,8 +170,8 @@ class SampleStore:
                 found.append(text)
             if source.gateway and begin_s <= source.seen_s < end_s - 3 * BUCKET_S:
                 found.append(
-                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was idle, "
-                    "or ended with up to 2 s of requests unreported"
+                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was "
+                    "idle, or ended with up to 2 s of requests unreported"
                 )
         return tuple(found)
 

@@ -27,6 +27,7 @@ LEAST_SHARE: Final = 0.2  # of the change, by one cause
 FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
+_CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
@@ -160,7 +161,7 @@ def _change(one: Comparison) -> _Change:
         one.after_s >= LEAST_RATIO * one.before_s
         and one.change_s >= LEAST_RISE_S[one.metric]
         and low > 1.0
-        and chance < FAMILY_CHANCE
+        and (chance < FAMILY_CHANCE or low > _CERTAIN_RATIO)
     )
     return _Change(low, high, chance, certain)
 
@@ -171,7 +172,8 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
     which, span = ("window", spans[0]) if spans[0].samples < LEAST_SAMPLES else ("baseline", spans[1])
     text = (
         f"the {which} has {span.samples} sampled requests{of} that finished; a comparison needs "
-        f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. Widen it with --from, --to or --since"
+        f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. "
+        "Widen it with --from, --to or --since"
     )
     return Diagnosis(Verdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
 
@@ -314,7 +316,9 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
             tree.append(TreeStep(3, f"{named}: without it {share:.0%} of the change goes"))
             causes.append(_cause(one, suspect, score, share_s, late=late))
     causes.sort(key=lambda each: (-each.score, -each.share_s, each.kind, each.subject))
-    return tuple(causes[:_MOST_CAUSES]), tree
+    unique = {(each.kind, each.subject): each for each in reversed(causes)}  # a zone has two roles
+    ranked = [each for each in causes if unique[each.kind, each.subject] is each]
+    return tuple(ranked[:_MOST_CAUSES]), tree
 
 
 def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, late: bool) -> Cause:

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import Comparison, Side
-from services.controlplane.diagnosis.policy.quantiles import rises
+from services.controlplane.diagnosis.policy.quantiles import quantile, rises
 from services.controlplane.diagnosis.policy.samples import Floats, Mask, Metric, Part, slowness
 
 LEAST_REQUESTS: Final = 8  # sampled requests of a subject in each time
@@ -125,12 +125,20 @@ def _without_log(side: Side, part: Part) -> Floats:
     return np.asarray(side.parts[part] * (1 - np.minimum(1.0, side.samples.log_s / total)))
 
 
+def _floor_s(side: Side, column: Floats, mask: Mask) -> float:
+    """Return the lower quartile of these requests: what delays every request raises it, what delays some does
+    not."""
+    return quantile(column[mask], side.samples.weight[mask], 0.25)
+
+
 def _quota_store(found: Comparison) -> Iterator[Suspect]:
     columns = _without_log(found.baseline, Part.ADMIT), _without_log(found.window, Part.ADMIT)
     sends = _without_log(found.baseline, Part.SEND), _without_log(found.window, Part.SEND)
     masks = _everyone(found)
     usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
-    if now_s < usual_s + LEAST_EXCESS_S or now_s < 1.5 * usual_s * found.host_ratio:
+    expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
+    grown_s = _floor_s(found.window, columns[1], masks[1]) - expected_s
+    if grown_s < max(LEAST_EXCESS_S, expected_s):
         return
     ratios: list[float] = []
     for gateway in _values(found, "gateway"):
@@ -143,8 +151,8 @@ def _quota_store(found: Comparison) -> Iterator[Suspect]:
             ratios.append((after_s - before_s) / (now_s - usual_s))
     if min(ratios, default=1.0) < 0.3:
         return  # a store is slow for all gateways alike
-    excess = np.maximum(0.0, columns[1] - usual_s)
-    excess = excess + np.maximum(0.0, sends[1] - found.baseline.mean(sends[0], masks[0]))
+    excess = np.clip(columns[1] - usual_s, 0.0, 2 * grown_s)
+    excess = excess + np.clip(sends[1] - found.baseline.mean(sends[0], masks[0]), 0.0, 2 * grown_s)
     yield Suspect(
         CauseKind.QUOTA_STORE_SLOW,
         "redis",
@@ -173,11 +181,11 @@ def _zones(found: Comparison) -> Iterator[Suspect]:
                 found.window.mean(columns[1], masks[1]),
             )
             control_s = found.window.mean(columns[1], others[1]) - found.baseline.mean(columns[0], others[0])
-            grown_s = now_s - usual_s - max(0.0, control_s)
-            least_s = 1.5 * usual_s * found.host_ratio
-            if grown_s < LEAST_EXCESS_S or now_s < least_s or control_s > 0.5 * (now_s - usual_s):
+            expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
+            grown_s = _floor_s(found.window, columns[1], masks[1]) - expected_s
+            if grown_s < max(LEAST_EXCESS_S, expected_s / 2) or control_s > 0.5 * (now_s - usual_s):
                 continue
-            excess = np.where(masks[1], np.maximum(0.0, columns[1] - usual_s), 0.0)
+            excess = np.where(masks[1], np.clip(columns[1] - usual_s, 0.0, 2 * grown_s), 0.0)
             yield Suspect(
                 CauseKind.ZONE_NETWORK_SLOW,
                 zone,
