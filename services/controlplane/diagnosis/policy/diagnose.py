@@ -28,6 +28,7 @@ FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet wi
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
 _CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
+LOADED: Final = 1.5  # from this on the answer says that hosts are loaded
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
@@ -314,19 +315,19 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
             score = min(1.0, share) * (_LATE if late else 1.0)
             score *= _BROAD if suspect.kind is CauseKind.ARRIVALS_GREW else 1.0
             tree.append(TreeStep(3, f"{named}: without it {share:.0%} of the change goes"))
-            causes.append(_cause(one, suspect, score, share_s, late=late))
+            causes.append(_cause(one, suspect, score, share_s, late))
     causes.sort(key=lambda each: (-each.score, -each.share_s, each.kind, each.subject))
     unique = {(each.kind, each.subject): each for each in reversed(causes)}  # a zone has two roles
     ranked = [each for each in causes if unique[each.kind, each.subject] is each]
     return tuple(ranked[:_MOST_CAUSES]), tree
 
 
-def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, late: bool) -> Cause:
-    order = (
-        "order: it rose after the latency did, as an effect does"
-        if late
-        else "order: it rose no later than the latency"
-    )
+def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, late: bool | None) -> Cause:
+    order = {
+        None: "order: not tested, for the baseline does not end where the window begins",
+        True: "order: it rose after the latency did, as an effect does",
+        False: "order: it rose no later than the latency",
+    }[late]
     return Cause(
         suspect.kind,
         suspect.subject,
@@ -334,16 +335,16 @@ def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, l
         share_s,
         one.after_s - share_s,
         (*suspect.evidence, order, f"chance of its change in a quiet window: {suspect.chance:.1g}"),
-        _next(suspect, one),
+        _NEXT[suspect.kind].format(subject=suspect.subject),
     )
 
 
-def _is_late(one: Comparison, suspect: Suspect) -> bool:
-    """Whether the suspect rose clearly after the latency, within the window."""
+def _is_late(one: Comparison, suspect: Suspect) -> bool | None:
+    """Return whether the suspect rose clearly after the latency; None where the times are not adjacent."""
     window = suspect.figure[1]
     values = _tails(one, one.window)
     if abs(one.baseline.end_s - one.window.begin_s) > 2 * one.bucket_s or len(window) != len(values):
-        return False
+        return None
     rose = _rise(suspect.figure[0], window), _rise(_tails(one, one.baseline), values)
     return rose[0] > rose[1] + 3
 
@@ -365,12 +366,12 @@ _NEXT: Final = {
     CauseKind.ARRIVALS_GREW: "fairway tenants update {subject} --requests-per-minute N",
     CauseKind.PROMPTS_GREW: "fairway tenants update {subject} --input-tokens-per-minute N",
     CauseKind.OUTPUTS_GREW: "fairway tenants update {subject} --output-tokens-per-minute N",
-    CauseKind.CACHE_HITS_FELL: "fairway usage --group-by tenant --since 1h",
+    CauseKind.CACHE_HITS_FELL: "fairway usage --since 2h --by hour --by tenant",
     CauseKind.SLOW_WORKER: "fairway nodes drain {subject}",
     CauseKind.SLOW_VERSION: "fairway rollouts list",
     CauseKind.NOISY_NEIGHBOUR: "fairway tenants update {subject} --input-tokens-per-minute N",
     CauseKind.PREEMPTED: "fairway queue",
-    CauseKind.QUOTA_STORE_SLOW: "redis-cli --latency -h HOST",
+    CauseKind.QUOTA_STORE_SLOW: "fairway status -o wide",
     CauseKind.ZONE_NETWORK_SLOW: "fairway nodes list -o wide",
     CauseKind.READER_STALLED: "fairway requests list --slow --tenant {subject}",
     CauseKind.LOG_DISK_SLOW: "fairway status -o wide",
@@ -378,10 +379,6 @@ _NEXT: Final = {
     CauseKind.VERSION_LOAD: "fairway nodes show {subject}",
     CauseKind.CAPACITY_LOST: "fairway deployments show {subject}",
 }
-
-
-def _next(suspect: Suspect, one: Comparison) -> str:
-    return _NEXT[suspect.kind].format(subject=suspect.subject)
 
 
 def change_in(samples: Samples, metric: Metric, level: float, begin_s: float, end_s: float) -> float | None:
