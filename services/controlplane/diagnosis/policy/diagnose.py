@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import Comparison, Side, compare
+from services.controlplane.diagnosis.policy.demand import Demand
 from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, ratio_interval
 from services.controlplane.diagnosis.policy.samples import STAGES, FleetMoment, Floats, Metric, Part, Samples
 from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, ms, suspects_of
@@ -294,7 +295,7 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
 
     Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979, over the suspects of all models.
     """
-    suspects = sorted(suspects_of(one), key=lambda each: each.chance)
+    suspects = sorted([*suspects_of(one), *Demand(one).suspects()], key=lambda each: each.chance)
     tests = max(_LEAST_TESTS, len(suspects)) * max(1, models)
     causes, tree, holds = list[Cause](), list[TreeStep](), True
     for place, suspect in enumerate(suspects):

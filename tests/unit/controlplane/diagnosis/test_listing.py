@@ -141,7 +141,7 @@ async def test_a_baseline_of_another_fleet_accuses_nobody(other: dict[str, str],
     plane = Plane().fill((World(), 0.0, 60.0))
     request = pb.SaveLatencyBaselineRequest(name="calm", start_time=timestamp(T0))
     await plane.diagnoses.save_baseline(request, forwarded=True)
-    later = Plane(plane.ledger, **other).fill((SLOW_STORE, 60.0, 38.0))  # type: ignore[arg-type]
+    later = Plane(plane.ledger, **other).fill((SLOW_STORE, 60.0, 38.0))
     found = await later.ask(start_time=timestamp(T0 + 60), baseline="calm")
     assert (found.verdict, named(found)) == ("BASELINE_DIFFERS", [])
     assert why in found.message
