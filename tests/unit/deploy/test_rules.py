@@ -122,7 +122,7 @@ def test_what_is_not_the_platforms_fault_changes_no_ratio(reason: str) -> None:
     assert fleet.ratios() == [0.5] * 3
 
 
-# The indicators by tenant, model and zone are in tests/prometheus, which evaluates them with Prometheus itself.
+# The indicators by tenant, model and zone are in tests/prometheus, which evaluates them with Prometheus.
 @pytest.mark.parametrize("alert", [name for name in RULES if not name.startswith("fairway:")])
 def test_no_alert_but_that_of_missing_roles_fires_on_an_empty_prometheus(alert: str) -> None:
     assert bool(evaluate(RULES[alert], Scrapes(60.0))) is (alert == "FairwayRoleAway")
