@@ -196,7 +196,8 @@ def test_a_busy_machine_and_changed_files_are_named() -> None:
 
 def test_the_newest_pair_has_equal_conditions(tmp_path: Path) -> None:
     store = BenchStore(tmp_path)
-    for number, fields in enumerate(({}, {"device": "cuda"}, {})):
+    others: tuple[dict[str, Any], ...] = ({}, {"device": "cuda"}, {})
+    for number, fields in enumerate(others):
         store.append(record(number, **fields))
     assert [each.id for each in latest_pair(store, "overhead")] == ["overhead-0", "overhead-2"]
     store.append(record(3, parameters={"x": "1"}))
