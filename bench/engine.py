@@ -198,7 +198,7 @@ def _arrivals(there: Path, options: argparse.Namespace) -> Values:
     return [each.ratio for each in found[TWICE]]
 
 
-def worse(name: str, found: Sequence[Figures]) -> Values | None:
+def worse(name: str, found: Sequence[Mapping[str, Values | None]]) -> Values | None:
     """Return the values of the model whose median is worse; None unless every model has some."""
     values = [figures.get(name) for figures in found]
     known = [value for value in values if value is not None]

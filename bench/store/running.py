@@ -61,14 +61,15 @@ def run_variant(
             side.runs.append(figures)
             side.missed |= missed
     stamp = f"{began:%Y%m%dT%H%M%S}"
-    session = f"{name}-{stamp}-{secrets.token_hex(2)}" if beside is not None else ""
+    session = f"{name}-{stamp}-{secrets.token_hex(2)}"
     machine, ended = fingerprint(state), datetime.now(UTC)
     parameters = parameters_of(arguments)
     for side in sides:
         figure_names = {figure for run in side.runs for figure in run}
         yield BenchRecord(
             schema=SCHEMA,
-            id=f"{name}-{stamp}-{secrets.token_hex(2)}",
+            # In order of their ids, the other tree is the earlier one of a comparison.
+            id=session if beside is None else f"{session}-{'beside' if side.tree == beside else 'this'}",
             suite=name,
             command=shlex.join(["python", "-m", suite.module, *suite.arguments, *arguments]),
             began=began,
@@ -79,7 +80,7 @@ def run_variant(
             versions=versions(side.tree),
             load_before=round(load, 2),
             better=suite.better(sorted(figure_names)),
-            session=session,
+            session=session if beside is not None else "",
             runs=side.runs,
             note="an aim of the benchmark was missed" if side.missed else "",
         )

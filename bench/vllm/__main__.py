@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -78,7 +78,7 @@ def _python(options: argparse.Namespace) -> str:
 # --- the whole path ----------------------------------------------------------------------------------
 
 
-def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[str, Sequence[float]]:
+def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="fairway-bench-vllm-") as folder:
         log = Path(folder, "vllm.log")
         with (
@@ -90,7 +90,7 @@ def _paths(name: str, checkpoint: Path, options: argparse.Namespace) -> Mapping[
             return asyncio.run(_compare(name, ours, theirs, options.rounds))
 
 
-async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict[str, Sequence[float]]:
+async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict[str, list[float]]:
     rng = Random(0)
     for server in (ours, theirs):
         await together(server, drawn(rng, 4))
@@ -117,7 +117,7 @@ async def _compare(name: str, ours: Server, theirs: Server, rounds: int) -> dict
     return {"ratio": ratios, "added_ms": added}
 
 
-async def _added_ms(ours: Server, theirs: Server, rng: Random) -> Sequence[float]:
+async def _added_ms(ours: Server, theirs: Server, rng: Random) -> list[float]:
     added = []
     for number in range(ALONE):
         asked = Asked(drawn(rng, 1)[0].prompt, 4)

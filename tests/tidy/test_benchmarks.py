@@ -64,7 +64,10 @@ def test_an_aim_is_judged_by_the_records(tmp_path: Path, values: list[float], ve
 
 
 def test_a_variant_is_named_by_its_parameters(tmp_path: Path) -> None:
-    records = [{"figures": {"x": 1.0}}, {"figures": {"x": 2.0}, "parameters": {"n": "8"}}]
+    records: list[dict[str, Any]] = [
+        {"figures": {"x": 1.0}},
+        {"figures": {"x": 2.0}, "parameters": {"n": "8"}},
+    ]
     text = '{{ row("s", "l", "{x} and {s --n 8/x}") }}'
     assert written(tmp_path, text, *records) == "l | 1 and 2; 2026-12-02"
 

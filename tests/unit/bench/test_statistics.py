@@ -1,6 +1,7 @@
 """Known shifts are found; equal values are called different about as rarely as promised.
 
-The rates in the assertions are bounds; those measured over 1,000 seeds stand beside them.
+The assertions are bounds. Over 1,000 seeds, 4.0 to 6.8 % of equal sets were called different, where 5 % are
+promised, and 1.1 % of series of 24 normal values were cut, where 1 % is.
 """
 
 from __future__ import annotations

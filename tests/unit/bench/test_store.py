@@ -177,7 +177,7 @@ def test_few_values_get_no_verdict_and_rounds_of_one_start_a_warning() -> None:
 def test_starts_of_one_session_are_compared_in_pairs() -> None:
     """What both sides share, such as a machine that slows down, is in neither side's favour."""
     slowing = [10.0 / (1 + n) for n in range(8)]
-    pairs = {"session": "overhead-1-ab"}
+    pairs: dict[str, Any] = {"session": "overhead-1-ab"}
     a, b = record(0, slowing, **pairs), record(1, [value * 1.1 for value in slowing], **pairs)
     found = compare(a, b)
     assert found.paired
@@ -196,7 +196,8 @@ def test_a_busy_machine_and_changed_files_are_named() -> None:
 
 def test_the_newest_pair_has_equal_conditions(tmp_path: Path) -> None:
     store = BenchStore(tmp_path)
-    for number, fields in enumerate(({}, {"device": "cuda"}, {})):
+    others: tuple[dict[str, Any], ...] = ({}, {"device": "cuda"}, {})
+    for number, fields in enumerate(others):
         store.append(record(number, **fields))
     assert [each.id for each in latest_pair(store, "overhead")] == ["overhead-0", "overhead-2"]
     store.append(record(3, parameters={"x": "1"}))
