@@ -14,6 +14,7 @@ The last line is ``RESULT {json}``; SKIPPED without a Prometheus.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
@@ -159,7 +160,8 @@ def ingest(
             self.send_response(200)
             self.send_header("content-type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the scrape has timed out, and is missing
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 
