@@ -341,7 +341,10 @@ class CutoverDrill:
             (b"{", 'unreadable_records{prefix="/fairway/v1/routes/"} 1'),
         ):
             await self._commit(Put(key, value))
+            written_unix_s, ends_s = time.time(), time.monotonic() + LONGEST_S
             reported += [await self._reports(name, series) for name in self.fleet.gateways]
+            while not self.load.since(written_unix_s) and time.monotonic() < ends_s:
+                await asyncio.sleep(0.25)  # a busy machine may have answered no request by this route
             await self._commit(Delete(key))
         answers = self.load.since(began_unix_s)
         print(f"routes by hand: reported {reported}, {len(answers)} requests", flush=True)
