@@ -144,14 +144,13 @@ def _rows_of(hidden: Hidden | None, rows: list[int]) -> torch.Tensor | None:
     return hidden.values.index_select(0, torch.tensor(rows, device=hidden.values.device)).float()
 
 
-class HeldWeights(Protocol):
-    """The weights that decoders are made of. Nothing else refers to them while no decoder is there."""
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """How the weights that decoders are made of are replaced. Decoders alone refer to them."""
 
-    def check(self, folder: Path) -> None:
-        """See ``WeightStore.check_weights``."""
-
-    def load(self, folder: Path, report: Callable[[float], None]) -> None:
-        """Free the weights and have those of the folder. After an exception there are none."""
+    check: Callable[[Path], None]  # ``WeightStore.check_weights`` of these weights
+    # Frees them and loads those of a folder, with what receives the part that is done. It may leave none.
+    load: Callable[[Path, Callable[[float], None]], None]
 
 
 class TorchExecutor:

@@ -23,7 +23,7 @@ from services.worker.engine.execute.model import Decoder, Weights, load_weights
 from services.worker.engine.execute.operators import Operators, TorchOperators
 from services.worker.engine.execute.probe import SafetyProbe
 from services.worker.engine.execute.rope import Rope
-from services.worker.engine.execute.torch_executor import Forward, TorchExecutor
+from services.worker.engine.execute.torch_executor import Forward, HeldWeights, TorchExecutor
 from services.worker.engine.load.config import names_in, read_json, read_part
 from services.worker.engine.load.weights import Checkpoint, tensor_of
 from services.worker.engine.native import prebuilt
@@ -128,7 +128,7 @@ def _read(
 
 
 class ReplaceableWeights:
-    """Implements ``HeldWeights`` for one model on one device."""
+    """The weights of one model on one device. Nothing but decoders refers to what is ``loaded``."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig, loaded: Weights) -> None:
         self._model = model
@@ -142,14 +142,14 @@ class ReplaceableWeights:
         return self._loaded
 
     def check(self, folder: Path) -> None:
-        """See ``HeldWeights``."""
+        """See ``WeightStore.check_weights``."""
         if parse_config(read_json(folder / "config.json")) != self._model:
             raise BadCheckpoint("config.json describes another model than the one that is loaded")
         with Checkpoint(folder, decoder_layout(self._model)):
             pass
 
     def load(self, folder: Path, report: Callable[[float], None]) -> None:
-        """See ``HeldWeights``."""
+        """Free the weights and load those of the folder. After an exception there are none."""
         self._loaded = None
         with torch.inference_mode(), Checkpoint(folder, decoder_layout(self._model)) as checkpoint:
             self._loaded = _read(self._model, checkpoint, self._config, self.operators, report)
@@ -212,7 +212,7 @@ def executor_of(
         runs_ahead=device.type == "cuda",
         adapters=adapters,
         probe=probe,
-        weights=held,
+        weights=HeldWeights(held.check, held.load),
     )
 
 

@@ -170,7 +170,13 @@ def test_a_value_that_is_not_finite_ends_the_process(folders: tuple[Path, Path],
 
 def test_memory_never_has_two_copies(save_model: Callable[..., Any]) -> None:
     """What the process has while it reads the new weights stays below one copy more."""
-    sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    sizes = {
+        "max_position_embeddings": 512,
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+    }
     old, new = (save_model("Llama", seed=seed, **sizes)[1] for seed in (3, 4))
     engine, sent = loaded(old)
     weights = sum(tensor.nbytes for tensor in load_file(old / "model.safetensors").values())
