@@ -15,6 +15,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.audit_reads import AuditReader
+from services.controlplane.diagnosis.listing import for_tenant
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     alias_message,
@@ -104,6 +105,18 @@ class TimelineAnswers(Protocol):
     async def get(self, request: pb.GetTimelineRequest, *, forwarded: bool) -> pb.GetTimelineResponse: ...
 
 
+class DiagnosedLatencies(Protocol):
+    """``diagnosis.listing.Diagnoses``."""
+
+    async def diagnose(
+        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool
+    ) -> pb.DiagnoseLatencyResponse: ...
+
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool
+    ) -> pb.SaveLatencyBaselineResponse: ...
+
+
 class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
@@ -114,6 +127,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         slis: SliPages,
         scaling: ScalingPages,
         timelines: TimelineAnswers,
+        diagnoses: DiagnosedLatencies,
         *,
         audit: AuditReader,
         require_current: Callable[[Principal], None],
@@ -129,6 +143,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._slis = slis
         self._scaling = scaling
         self._timelines = timelines
+        self._diagnoses = diagnoses
         self._audit = audit
         self._require_current = require_current
 
@@ -493,6 +508,21 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.ListFinishedRequestsRequest, context: Context
     ) -> pb.ListFinishedRequestsResponse:
         return await self._slis.finished(request, forwarded=not caller())
+
+    async def DiagnoseLatency(
+        self, request: pb.DiagnoseLatencyRequest, context: Context
+    ) -> pb.DiagnoseLatencyResponse:
+        if tenant := caller_tenant():
+            if request.tenant not in ("", tenant):
+                return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
+            request.tenant = tenant
+        found = await self._diagnoses.diagnose(request, forwarded=not caller())
+        return for_tenant(found, tenant) if tenant else found
+
+    async def SaveLatencyBaseline(
+        self, request: pb.SaveLatencyBaselineRequest, context: Context
+    ) -> pb.SaveLatencyBaselineResponse:
+        return await self._diagnoses.save_baseline(request, forwarded=not caller())
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: Context

@@ -19,7 +19,7 @@ from services.core.errors import FairwayError, QueueFull
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
-from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
+from services.core.generation import NO_RUN, NO_USAGE, GenerationSpec, RunFacts, StageClock, Usage
 from services.core.records import Priority
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.gateway.catalog import Route
@@ -219,8 +219,8 @@ class RequestTelemetry:
     """One request, from its receipt to its one end."""
 
     __slots__ = (
-        "_operation", "_owner", "_subject", "_trace", "changes", "exemplar", "fallback", "latencies", "model",
-        "model_label", "received", "tenant", "tenant_label", "usage",
+        "_log_s", "_operation", "_owner", "_subject", "_trace", "changes", "exemplar", "fallback",
+        "latencies", "model", "model_label", "received", "run", "tenant", "tenant_label", "usage",
     )  # fmt: skip
 
     def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
@@ -233,6 +233,8 @@ class RequestTelemetry:
         self._operation = ""
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.usage = NO_USAGE
+        self.run = NO_RUN
+        self._log_s = owner.slis.log_s()
         self.latencies = RequestLatencies()
         self._subject: SliSubject | None = None
         self.fallback = False
@@ -284,6 +286,10 @@ class RequestTelemetry:
 
     def placed_again(self, cause: str) -> None:
         self._owner.placed_again(cause)
+
+    def ran(self, run: RunFacts) -> None:
+        """Note how it fared on the worker that ended it; of several choices the last to end counts."""
+        self.run = run
 
     def degraded(self, degradations: Sequence[Degradation], *, anew: bool = True) -> None:
         """The request is served in degraded form. ``anew``: this is its first run, which is counted."""
@@ -345,8 +351,8 @@ class RequestTelemetry:
 
     def _note(self, key: SliKey, reason: str, clock: StageClock) -> None:
         if key.tenant != SHADOW_TENANT:
-            received, arm = self.received, key.arm
-            self._owner.slis.requests.add(
+            received, arm, slis = self.received, key.arm, self._owner.slis
+            slis.note(
                 FinishedRequest(
                     received.request_id,
                     received.face,
@@ -357,6 +363,9 @@ class RequestTelemetry:
                     reason,
                     clock,
                     self.usage,
+                    slis.zone,
+                    slis.gateway,
+                    run=replace(self.run, log_us=round((slis.log_s() - self._log_s) * 1e6)),
                 )
             )
 

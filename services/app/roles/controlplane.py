@@ -82,7 +82,9 @@ def controlplane(environment: Environment) -> Role:
     alerts = SpendAlerts(store, service.budgets, election, clock, events=recorder, telemetry=levels)
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
-    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
+    slis, sums, burning, diagnoses = open_objectives(
+        environment, election, service.objectives, recorder, levels, lambda: _workers_of(fleet)
+    )
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
@@ -128,12 +130,17 @@ def controlplane(environment: Environment) -> Role:
         sums,
         scaling,
         timelines,
+        diagnoses,
         audit=reader,
         require_current=keys.require_current,
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
     return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _workers_of(fleet: Informer[FleetRecord | None]) -> list[Worker]:
+    return [held.record for held in fleet.view.values() if isinstance(held.record, Worker)]
 
 
 def _services(

@@ -40,7 +40,7 @@ from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, S
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.timelines import NoTimelines
 
 
@@ -86,6 +86,7 @@ async def plane() -> AsyncIterator[Plane]:
                     NoSlis(),
                     NoScaling(),
                     NoTimelines(),
+                    NoDiagnoses(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),

@@ -61,7 +61,7 @@ from tests.integration.scheduler_fleet import TOKEN, StaticDirectory
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import ADMIN, Served, served
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 from tests.support.waiting import until
@@ -210,6 +210,7 @@ def _control_plane(store: EtcdStore) -> RpcServer:
         NoSlis(),
         NoScaling(),
         NoTimelines(),
+        NoDiagnoses(),
         audit=AuditReader(store, MemoryLedger()),
         require_current=lambda _: None,
     )
