@@ -117,9 +117,9 @@ def check_trace(trace: dict[str, Any]) -> None:
                 open_ends.pop()
             assert not open_ends or end <= open_ends[-1], "bars of one track cross"
             open_ends.append(end)
-    for start, end in flows.values():
-        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
-        assert start["ts"] <= end["ts"]
-        for event in (start, end):
+    for begun, ended in flows.values():
+        assert (begun["ph"], ended["ph"], ended["bp"]) == ("s", "f", "e")
+        assert begun["ts"] <= ended["ts"]
+        for event in (begun, ended):
             bars = tracks[event["pid"], event["tid"]]
             assert any(low <= event["ts"] <= high for low, high in bars), "an arrow without a bar"

@@ -158,7 +158,7 @@ class Timelines:
                 f"this control plane started at {when(self._began_unix_s * 1e6)}"
             )
         explained = await self._explain(request_id, notes)
-        workers = _workers_of(explained)
+        workers = _workers_of(explained, ended)
         if len(workers) > MAX_WORKERS:
             notes.append(f"it was on {len(workers)} workers; the steps of the last {MAX_WORKERS} are here")
         reads = (self._read(worker_id, request_id, notes) for worker_id in workers[-MAX_WORKERS:])
@@ -191,12 +191,14 @@ class Timelines:
         return WorkerSteps(worker_id, pages, sent_us, round(self._clock.unix_s() * 1e6))
 
 
-def _workers_of(explained: scheduler_pb2.ExplainResponse | None) -> list[str]:
-    """Return the workers that the request was on, in order."""
-    if explained is None:
-        return []
-    named = [one.worker_id for one in explained.decisions]
-    named += [trip.worker_id for rows in explained.rows for trip in rows.trips]
+def _workers_of(explained: scheduler_pb2.ExplainResponse | None, ended: FinishedRequest | None) -> list[str]:
+    """Return the workers that the request was on, in order; of its end, where no placement is known."""
+    named = list[str]()
+    if explained is not None:
+        named += [one.worker_id for one in explained.decisions]
+        named += [trip.worker_id for rows in explained.rows for trip in rows.trips]
+    if ended is not None:
+        named.append(ended.run.worker_id)
     return list(dict.fromkeys(filter(None, named)))
 
 

@@ -9,7 +9,7 @@ from services.controlplane.timelines.collector import Timelines, TimelineSources
 from services.controlplane.timelines.join import visible_to
 from services.core.errors import FairwayError, NoLeader, NotFound, Unavailable
 from services.core.estimates.finished import FinishedRequest, FinishedRequests
-from services.core.generation import StageClock, Usage
+from services.core.generation import NO_RUN, RunFacts, StageClock, Usage
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.clocks import HandClock
@@ -19,11 +19,22 @@ START_US = 1_700_000_000_000_000
 OWN, OTHER = "req_own", "req_other"
 
 
-def ended(request_id: str = OWN, *, decode_us: int = 50_000, reason: str = "FINISHED") -> FinishedRequest:
+def ended(
+    request_id: str = OWN, *, decode_us: int = 50_000, reason: str = "FINISHED", run: RunFacts = NO_RUN
+) -> FinishedRequest:
     """20 ms in the queue, 1 ms of dispatch, 2 ms of engine wait, 10 ms of prefill."""
     clock = StageClock(START_US, 1000, 1000, 20_000, 1000, 2000, 10_000, decode_us, 100)
     return FinishedRequest(
-        request_id, "http", "acme", "chat", "sha256:a", Priority.STANDARD, reason, clock, Usage(64, 0, 5)
+        request_id,
+        "http",
+        "acme",
+        "chat",
+        "sha256:a",
+        Priority.STANDARD,
+        reason,
+        clock,
+        Usage(64, 0, 5),
+        run=run,
     )
 
 
@@ -164,9 +175,11 @@ async def test_what_is_missing_is_stated() -> None:
     parts.page = page(next_step=9)
     (note,) = (await parts.get()).notes
     assert "more steps" in note
-    parts.explanation = NoLeader("no scheduler leads")
-    (note,) = (await parts.get()).notes
-    assert note == "its placement is not known: no scheduler leads"
+    parts.explanation, parts.page = NoLeader("no scheduler leads"), page()
+    parts.requests.add([ended(run=RunFacts("w1"))])
+    found = await parts.get()
+    assert found.notes == ["its placement is not known: no scheduler leads"]
+    assert found.workers[0].steps, "its end names the worker"
 
 
 async def test_a_request_without_any_record_is_not_found() -> None:
