@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from console.calls import Answer, Api, RecentAnswers, may_call
+from console.calls import Api, ReadAnswer, RecentAnswers, may_call
 from console.sign_ins import SignIn
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import FairwayError, NotFound, PermissionDenied
@@ -36,15 +36,15 @@ class Visit:
     def may(self, method: str) -> bool:
         return may_call(self.sign_in.role, method)
 
-    async def read(self, method: str, **fields: Any) -> Answer:
+    async def read(self, method: str, **fields: Any) -> ReadAnswer:
         """Return the answer, or an earlier one with its age. Raises Unauthenticated."""
         return await self.answers.read(self.sign_in.name, self.sign_in.credential, method, **fields)
 
-    async def permitted(self, method: str, **fields: Any) -> Answer | None:
+    async def permitted(self, method: str, **fields: Any) -> ReadAnswer | None:
         """Return the answer; None where the role may not call the method."""
         return await self.read(method, **fields) if self.may(method) else None
 
-    async def every(self, method: str, name: str) -> Answer:
+    async def every(self, method: str, name: str) -> ReadAnswer:
         """Return the items of all pages in the field ``name`` of the last, up to ``MAX_LISTED``."""
         items: list[Any] = []
         found = await self.read(method, page_size=1000)
@@ -54,12 +54,12 @@ class Visit:
                 break
             token = found.message.next_page_token
             found = await self.read(method, page_size=1000, page_token=token)
-        return Answer(items if found.message is not None else None, found.age_s, found.problem)
+        return ReadAnswer(items if found.message is not None else None, found.age_s, found.problem)
 
     def pages(self) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": self.query.get("page", "")[:256]}
 
-    def following(self, answer: Answer) -> str:
+    def following(self, answer: ReadAnswer) -> str:
         """Return the query of the page after this one; empty after the last."""
         if answer.message is None or not answer.message.next_page_token:
             return ""
@@ -87,7 +87,7 @@ class PageRule:
     label: str = ""  # the text in the navigation; empty: none
 
 
-def found(answer: Answer) -> Any:
+def found(answer: ReadAnswer) -> Any:
     """Return the message. Raises the problem for what does not exist or is not the caller's."""
     if answer.message is None and isinstance(answer.problem, NotFound | PermissionDenied):
         raise answer.problem
@@ -255,14 +255,14 @@ async def events(visit: Visit) -> Page:
 
 
 async def playground(visit: Visit) -> Page:
-    models: Answer
+    models: ReadAnswer
     if not visit.sign_in.caller.tenant:
-        models = Answer(problem=PermissionDenied("a role without a tenant runs no models"))
+        models = ReadAnswer(problem=PermissionDenied("a role without a tenant runs no models"))
     else:
         try:
-            models = Answer(await visit.api.models(visit.sign_in.credential))
+            models = ReadAnswer(await visit.api.models(visit.sign_in.credential))
         except FairwayError as error:
-            models = Answer(problem=error)
+            models = ReadAnswer(problem=error)
     return Page("playground.html", "Playground", {"models": models, "wanted": visit.query.get("model", "")})
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +42,9 @@ def on_admin(console: Console, change: Any) -> Any:
         async with admin_of(console.stack) as admin:
             return await change(admin)
 
-    return asyncio.run(run())
+    # The loop of the browser's driver runs in this thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, run()).result()
 
 
 @pytest.fixture
@@ -266,7 +269,7 @@ def test_the_playground_streams_and_stops(
     expect(page.locator("#run-status")).to_contain_text(re.compile("out, first after"))
     assert page.locator(".turns .answer").last.inner_text().lstrip().startswith("{")
     page.get_by_label("JSON schema").fill("")
-    page.get_by_label("Most tokens").fill("1500")
+    page.get_by_label("Most tokens").fill("900")
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#run-status")).to_have_text("Stopped")
