@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from console.calls import Api, ReadAnswer, RecentAnswers, may_call
+from console.calls import Api, ReadAnswer, RecentAnswers, exists, may_call
 from console.sign_ins import SignIn
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import FairwayError, NotFound, PermissionDenied
@@ -19,6 +19,7 @@ from services.core.errors import FairwayError, NotFound, PermissionDenied
 PAGE_SIZE: Final = 100
 MAX_LISTED: Final = 5_000
 USAGE_DAYS: Final = 30
+MAX_BARS: Final = 2000
 _DAY_S: Final = 86_400
 
 
@@ -139,9 +140,11 @@ async def requests(visit: Visit) -> Page:
 
 async def request(visit: Visit) -> Page:
     name = visit.path["name"]
-    finished, explained = await asyncio.gather(
+    has_timeline = exists("GetTimeline") and visit.may("GetTimeline")
+    finished, explained, timeline = await asyncio.gather(
         visit.read("ListFinishedRequests", request_name=name, limit=1),
         visit.read("ExplainPlacement", request_id=name[:64]),
+        visit.read("GetTimeline", request_name=name) if has_timeline else _nothing(),
     )
     ended = finished.message.requests if finished.message is not None else ()
     values = {
@@ -150,8 +153,64 @@ async def request(visit: Visit) -> Page:
         "ended": ended[0] if ended else None,
         "explained": explained,
         "is_unknown": not ended and not finished.problem,
+        "timeline": timeline,
+        "lanes": lanes_of(timeline.message) if timeline and timeline.message else (),
     }
     return Page("request.html", f"Request {name}", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The engine steps of a request on one worker. ``bars``: start and width in thousandths, and the step."""
+
+    worker_id: str
+    first_us: int
+    took_s: float
+    bars: tuple[tuple[float, float, Any], ...]
+    slowest: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+
+def lanes_of(timeline: Any) -> tuple[Lane, ...]:
+    """Return the lanes of a timeline, in the order of its workers. Steps beyond ``MAX_BARS`` are left out."""
+    found = []
+    for host in timeline.workers:
+        steps = list(host.steps[:MAX_BARS])
+        if not steps:
+            continue
+        first_us = min(step.start_unix_us for step in steps)
+        total_us = max(1, max(step.start_unix_us + step.took_us for step in steps) - first_us)
+        scale = 1000 / total_us
+        bars = tuple(
+            ((step.start_unix_us - first_us) * scale, max(1.0, step.took_us * scale), step) for step in steps
+        )
+        slowest = sorted(steps, key=lambda step: -step.took_us)[:10]
+        others = [each for each in host.sequences if each.request_id != timeline.request_id][:50]
+        found.append(Lane(host.worker_id, first_us, total_us / 1e6, bars, tuple(slowest), tuple(others)))
+    return tuple(found)
+
+
+async def diagnosis(visit: Visit) -> Page:
+    """Run on demand: a diagnosis reads the samples of an hour."""
+    query = visit.query
+    values: dict[str, Any] = {"answer": None, "query": query}
+    if query.get("metric"):
+        asked: dict[str, Any] = {"model": query.get("model", "").strip()[:128], "metric": query["metric"][:8]}
+        asked["baseline"] = query.get("baseline", "").strip()[:48]
+        asked["quantile"] = _float(query.get("quantile", ""))
+        if minutes := _float(query.get("minutes", "")):
+            asked["start_time"] = Timestamp(seconds=int(visit.unix_s - minutes * 60))
+        values["answer"] = await visit.read("DiagnoseLatency", **asked)
+    return Page("diagnosis.html", "Diagnosis", values)
+
+
+def _float(text: str) -> float:
+    """Return a number from 0 to a million; 0 for anything else."""
+    try:
+        found = float(text or 0)
+    except ValueError:
+        return 0.0
+    return found if 0 < found <= 1e6 else 0.0
 
 
 async def rollouts(visit: Visit) -> Page:
@@ -271,7 +330,7 @@ async def _nothing() -> None:
 
 
 _KINDS: Final = tuple(value.name for value in cp.ResourceKind.DESCRIPTOR.values if value.number)
-PAGES: Final = (
+_ALL: Final = (
     PageRule("/", "ListNodes", fleet, "Fleet"),
     PageRule("/requests", "ListFinishedRequests", requests, "Requests"),
     PageRule("/requests/{name}", "ListFinishedRequests", request),
@@ -281,5 +340,7 @@ PAGES: Final = (
     PageRule("/tenants", "ListTenants", tenants, "Tenants"),
     PageRule("/tenants/{name}", "ListUsage", tenant),
     PageRule("/events", "ListEvents", events, "Events"),
+    PageRule("/diagnosis", "DiagnoseLatency", diagnosis, "Diagnosis"),
     PageRule("/playground", "GetCaller", playground, "Playground"),
 )
+PAGES: Final = tuple(rule for rule in _ALL if exists(rule.method))
