@@ -85,7 +85,7 @@ class GrpcApi:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReadAnswer:
     """What a read returned: the message, its age while it is an earlier one, and what went wrong."""
 
     message: Any = None
@@ -113,7 +113,7 @@ class RecentAnswers:
         self._recent: OrderedDict[tuple[str, str, bytes], _Recent] = OrderedDict()
         self._size_bytes = 0
 
-    async def read(self, owner: str, credential: str, method: str, **fields: Any) -> Answer:
+    async def read(self, owner: str, credential: str, method: str, **fields: Any) -> ReadAnswer:
         """Return the answer, or the last one with its age. Raises Unauthenticated."""
         request = getattr(cp, f"{method}Request")(**fields)
         key = owner, method, request.SerializeToString(deterministic=True)
@@ -125,13 +125,13 @@ class RecentAnswers:
         except (Unavailable, DeadlineExceeded) as error:
             last = self._recent.get(key)
             if last is None:
-                return Answer(problem=error)
-            return Answer(last.message, self._clock.monotonic_s() - last.time_s, error)
+                return ReadAnswer(problem=error)
+            return ReadAnswer(last.message, self._clock.monotonic_s() - last.time_s, error)
         except FairwayError as error:
             self._drop(key)
-            return Answer(problem=error)
+            return ReadAnswer(problem=error)
         self._keep(key, message)
-        return Answer(message)
+        return ReadAnswer(message)
 
     def forget(self, owner: str) -> None:
         """Drop the answers to one sign-in."""
@@ -155,6 +155,11 @@ class RecentAnswers:
         found = self._recent.pop(key, None)
         if found is not None:
             self._size_bytes -= found.size_bytes
+
+
+def exists(method: str) -> bool:
+    """Return whether the control plane has a method of this name."""
+    return method in _SERVICE.methods_by_name
 
 
 def may_call(role: cp.KeyRole.ValueType, method: str) -> bool:

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from console.calls import Answer, Api, RecentAnswers, may_call
+from console.calls import Api, ReadAnswer, RecentAnswers, exists, may_call
 from console.sign_ins import SignIn
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import FairwayError, NotFound, PermissionDenied
@@ -19,6 +19,7 @@ from services.core.errors import FairwayError, NotFound, PermissionDenied
 PAGE_SIZE: Final = 100
 MAX_LISTED: Final = 5_000
 USAGE_DAYS: Final = 30
+MAX_BARS: Final = 2000
 _DAY_S: Final = 86_400
 
 
@@ -36,15 +37,15 @@ class Visit:
     def may(self, method: str) -> bool:
         return may_call(self.sign_in.role, method)
 
-    async def read(self, method: str, **fields: Any) -> Answer:
+    async def read(self, method: str, **fields: Any) -> ReadAnswer:
         """Return the answer, or an earlier one with its age. Raises Unauthenticated."""
         return await self.answers.read(self.sign_in.name, self.sign_in.credential, method, **fields)
 
-    async def permitted(self, method: str, **fields: Any) -> Answer | None:
+    async def permitted(self, method: str, **fields: Any) -> ReadAnswer | None:
         """Return the answer; None where the role may not call the method."""
         return await self.read(method, **fields) if self.may(method) else None
 
-    async def every(self, method: str, name: str) -> Answer:
+    async def every(self, method: str, name: str) -> ReadAnswer:
         """Return the items of all pages in the field ``name`` of the last, up to ``MAX_LISTED``."""
         items: list[Any] = []
         found = await self.read(method, page_size=1000)
@@ -54,12 +55,12 @@ class Visit:
                 break
             token = found.message.next_page_token
             found = await self.read(method, page_size=1000, page_token=token)
-        return Answer(items if found.message is not None else None, found.age_s, found.problem)
+        return ReadAnswer(items if found.message is not None else None, found.age_s, found.problem)
 
     def pages(self) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": self.query.get("page", "")[:256]}
 
-    def following(self, answer: Answer) -> str:
+    def following(self, answer: ReadAnswer) -> str:
         """Return the query of the page after this one; empty after the last."""
         if answer.message is None or not answer.message.next_page_token:
             return ""
@@ -87,7 +88,7 @@ class PageRule:
     label: str = ""  # the text in the navigation; empty: none
 
 
-def found(answer: Answer) -> Any:
+def found(answer: ReadAnswer) -> Any:
     """Return the message. Raises the problem for what does not exist or is not the caller's."""
     if answer.message is None and isinstance(answer.problem, NotFound | PermissionDenied):
         raise answer.problem
@@ -139,9 +140,11 @@ async def requests(visit: Visit) -> Page:
 
 async def request(visit: Visit) -> Page:
     name = visit.path["name"]
-    finished, explained = await asyncio.gather(
+    has_timeline = exists("GetTimeline") and visit.may("GetTimeline")
+    finished, explained, timeline = await asyncio.gather(
         visit.read("ListFinishedRequests", request_name=name, limit=1),
         visit.read("ExplainPlacement", request_id=name[:64]),
+        visit.read("GetTimeline", request_name=name) if has_timeline else _nothing(),
     )
     ended = finished.message.requests if finished.message is not None else ()
     values = {
@@ -150,8 +153,64 @@ async def request(visit: Visit) -> Page:
         "ended": ended[0] if ended else None,
         "explained": explained,
         "is_unknown": not ended and not finished.problem,
+        "timeline": timeline,
+        "lanes": lanes_of(timeline.message) if timeline and timeline.message else (),
     }
     return Page("request.html", f"Request {name}", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The engine steps of a request on one worker. ``bars``: start and width in thousandths, and the step."""
+
+    worker_id: str
+    first_us: int
+    took_s: float
+    bars: tuple[tuple[float, float, Any], ...]
+    slowest: tuple[Any, ...]
+    others: tuple[Any, ...]
+
+
+def lanes_of(timeline: Any) -> tuple[Lane, ...]:
+    """Return the lanes of a timeline, in the order of its workers. Steps beyond ``MAX_BARS`` are left out."""
+    found = []
+    for host in timeline.workers:
+        steps = list(host.steps[:MAX_BARS])
+        if not steps:
+            continue
+        first_us = min(step.start_unix_us for step in steps)
+        total_us = max(1, max(step.start_unix_us + step.took_us for step in steps) - first_us)
+        scale = 1000 / total_us
+        bars = tuple(
+            ((step.start_unix_us - first_us) * scale, max(1.0, step.took_us * scale), step) for step in steps
+        )
+        slowest = sorted(steps, key=lambda step: -step.took_us)[:10]
+        others = [each for each in host.sequences if each.request_id != timeline.request_id][:50]
+        found.append(Lane(host.worker_id, first_us, total_us / 1e6, bars, tuple(slowest), tuple(others)))
+    return tuple(found)
+
+
+async def diagnosis(visit: Visit) -> Page:
+    """Run on demand: a diagnosis reads the samples of an hour."""
+    query = visit.query
+    values: dict[str, Any] = {"answer": None, "query": query}
+    if query.get("metric"):
+        asked: dict[str, Any] = {"model": query.get("model", "").strip()[:128], "metric": query["metric"][:8]}
+        asked["baseline"] = query.get("baseline", "").strip()[:48]
+        asked["quantile"] = _float(query.get("quantile", ""))
+        if minutes := _float(query.get("minutes", "")):
+            asked["start_time"] = Timestamp(seconds=int(visit.unix_s - minutes * 60))
+        values["answer"] = await visit.read("DiagnoseLatency", **asked)
+    return Page("diagnosis.html", "Diagnosis", values)
+
+
+def _float(text: str) -> float:
+    """Return a number from 0 to a million; 0 for anything else."""
+    try:
+        found = float(text or 0)
+    except ValueError:
+        return 0.0
+    return found if 0 < found <= 1e6 else 0.0
 
 
 async def rollouts(visit: Visit) -> Page:
@@ -255,14 +314,14 @@ async def events(visit: Visit) -> Page:
 
 
 async def playground(visit: Visit) -> Page:
-    models: Answer
+    models: ReadAnswer
     if not visit.sign_in.caller.tenant:
-        models = Answer(problem=PermissionDenied("a role without a tenant runs no models"))
+        models = ReadAnswer(problem=PermissionDenied("a role without a tenant runs no models"))
     else:
         try:
-            models = Answer(await visit.api.models(visit.sign_in.credential))
+            models = ReadAnswer(await visit.api.models(visit.sign_in.credential))
         except FairwayError as error:
-            models = Answer(problem=error)
+            models = ReadAnswer(problem=error)
     return Page("playground.html", "Playground", {"models": models, "wanted": visit.query.get("model", "")})
 
 
@@ -271,7 +330,7 @@ async def _nothing() -> None:
 
 
 _KINDS: Final = tuple(value.name for value in cp.ResourceKind.DESCRIPTOR.values if value.number)
-PAGES: Final = (
+_ALL: Final = (
     PageRule("/", "ListNodes", fleet, "Fleet"),
     PageRule("/requests", "ListFinishedRequests", requests, "Requests"),
     PageRule("/requests/{name}", "ListFinishedRequests", request),
@@ -281,5 +340,7 @@ PAGES: Final = (
     PageRule("/tenants", "ListTenants", tenants, "Tenants"),
     PageRule("/tenants/{name}", "ListUsage", tenant),
     PageRule("/events", "ListEvents", events, "Events"),
+    PageRule("/diagnosis", "DiagnoseLatency", diagnosis, "Diagnosis"),
     PageRule("/playground", "GetCaller", playground, "Playground"),
 )
+PAGES: Final = tuple(rule for rule in _ALL if exists(rule.method))

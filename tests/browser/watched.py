@@ -60,14 +60,14 @@ class Watched:
 
     def check(self) -> None:
         """Assert that nothing was collected, and that people can read and use the page by any means."""
-        assert self.faults == []
+        assert self.faults == [], self.faults
         page = self.page
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             page.wait_for_timeout(250)  # the transition of colours
-            assert page.evaluate(_LOW_CONTRAST) == [], (page.url, scheme)
+            assert (found := page.evaluate(_LOW_CONTRAST)) == [], (page.url, scheme, found)
         page.emulate_media(color_scheme="light")
-        assert unnamed(page) == []
+        assert (found := unnamed(page)) == [], found
         assert page.locator("h1:visible").count() == 1, page.url
         assert page.get_by_role("main").count() == 1
         assert page.evaluate("document.documentElement.lang") == "en"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PACKAGES: Final = ("services", "fairway", "scripts", "bench", "simulator", "models", "tests")
+PACKAGES: Final = ("services", "fairway", "console", "scripts", "bench", "simulator", "models", "tests")
 SKIPPED: Final = {".venv", ".git", ".fairway", "__pycache__", "node_modules"}
 
 
