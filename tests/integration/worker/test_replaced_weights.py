@@ -11,7 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -37,18 +37,18 @@ A, B, C = ("sha256:" + letter * 64 for letter in "abc")
 TOKENS: Final = 24
 PROMPTS: Final = [[(7 * place + 11 * number) % VOCAB for place in range(40)] for number in range(4)]
 PATIENCE_S: Final = 240.0
-SMALL: Final = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-LARGE: Final = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
+SMALL: Final[dict[str, Any]] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+LARGE: Final[dict[str, Any]] = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 8}
 Outputs = dict[str, list[list[int]]]  # tokens by version and prompt
 
 
-def write_version(folder: Path, seed: int, sizes: Mapping[str, int]) -> Path:
+def write_version(folder: Path, seed: int, sizes: Mapping[str, Any]) -> Path:
     """A random checkpoint with the harness' tokenizer; versions of one size differ in weights alone."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    config: Any = transformers.LlamaConfig(
         vocab_size=VOCAB,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -56,7 +56,7 @@ def write_version(folder: Path, seed: int, sizes: Mapping[str, int]) -> Path:
         eos_token_id=None,
         **sizes,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
     write_model(folder)
     model.save_pretrained(folder)
     with contextlib.suppress(FileNotFoundError):

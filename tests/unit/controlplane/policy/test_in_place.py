@@ -39,7 +39,8 @@ class InPlaceWorker(FakeWorker):
         serving = {
             digest
             for digest, version in assigned.items()
-            if version.in_place is not None and self.versions.get(digest, ("", 0))[0] is VersionState.READY
+            if version.in_place is not None
+            and self.versions.get(digest, (VersionState.FAILED, 0))[0] is VersionState.READY
         }
         super().step({one: it for one, it in assigned.items() if not (it.served and serving - {one})})
         for digest in [one for one in self.taken_over if self.versions[one][0] is VersionState.READY]:

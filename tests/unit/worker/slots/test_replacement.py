@@ -172,7 +172,7 @@ async def test_a_replacement_that_is_given_up_halfway_ends_the_process(rig: Rig)
     first, next_ = rig.slot(FIRST), successor(rig)
     engine = await rig.ready(first)
     killed: list[str] = []
-    engine.kill = killed.append  # type: ignore[method-assign]
+    engine.kill = killed.append  # type: ignore[method-assign, assignment]
     await began(rig, engine, next_)
     await next_.stop()
     assert killed, "nobody knows whose weights it has"

@@ -91,6 +91,7 @@ def test_replaced_weights_compute_what_a_fresh_load_does(
     old, new = folders
     engine, sent = loaded(old, **options)
     before, _ = run(engine, submit(1), submit(2, temperature=1.0))
+    here = before
     for turn, folder in enumerate((new, old, new), start=1):
         engine.apply(ReplaceWeights(str(folder)))
         assert isinstance(sent.messages[-1], WeightsReplaced)
