@@ -125,17 +125,9 @@ def controlplane(environment: Environment) -> Role:
         ):
             environment.supervisor.spawn(name, run())
 
+    pages = usage, sums, scaling, timelines, diagnoses
     servicer = ControlPlaneServicer(
-        service,
-        store,
-        queues,
-        usage,
-        sums,
-        scaling,
-        timelines,
-        diagnoses,
-        audit=reader,
-        require_current=keys.require_current,
+        service, store, queues, *pages, audit=reader, require_current=keys.require_current
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     services = _services(servicer, *reports, KedaServicer(fleet))
