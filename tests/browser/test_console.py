@@ -130,8 +130,9 @@ def test_a_viewer_has_no_buttons_and_its_forms_are_refused(
     console: Console, visitor: Visitor, rollout: str
 ) -> None:
     viewer = visitor("viewer")
+    page = viewer.page
     for path in ("/", f"/rollouts/{rollout}"):
-        page = viewer.goto(path)
+        viewer.goto(path)
         assert page.locator('form[action^="/change/"]').count() == 0
     token = page.locator('input[name="csrf"]').first.get_attribute("value") or ""
     page.evaluate(POST, [rollout, token])
@@ -144,7 +145,7 @@ def test_nodes_are_cordoned_and_drained_and_the_page_follows(console: Console, v
     admin = visitor("admin")
     page = admin.goto("/")
     row = page.get_by_role("row").filter(has_text="worker-1")
-    row.get_by_role("button", name="Cordon worker-1").click()
+    row.get_by_role("button", name="Cordon worker-1", exact=True).click()
     expect(page.get_by_role("status").filter(has_text="worker-1 is cordoned")).to_be_visible()
     expect(row.get_by_text("cordoned", exact=True)).to_be_visible()
     on_admin(console, lambda admin: admin.nodes.uncordon("worker-1"))
@@ -153,7 +154,7 @@ def test_nodes_are_cordoned_and_drained_and_the_page_follows(console: Console, v
     row.get_by_role("button", name="Drain worker-1").click()
     expect(row.get_by_text(re.compile("drained|draining"))).to_be_visible()
     row.get_by_role("button", name="Uncordon worker-1").click()
-    expect(row.get_by_role("button", name="Cordon worker-1")).to_be_visible()
+    expect(row.get_by_role("button", name="Cordon worker-1", exact=True)).to_be_visible()
     admin.check()
 
 
