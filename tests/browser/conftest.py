@@ -113,7 +113,7 @@ def visitor(chrome: Browser, console: Console) -> Iterator[Visitor]:
     opened: list[Watched] = []
 
     def open_as(role: str) -> Watched:
-        context = chrome.new_context(viewport=WIDE, reduced_motion="reduce")  # type: ignore[arg-type]
+        context = chrome.new_context(viewport=WIDE, reduced_motion="reduce")
         found = Watched(context, console.url)
         opened.append(found)
         if role:

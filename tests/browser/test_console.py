@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ def on_admin(console: Console, change: Any) -> Any:
 @pytest.fixture
 def rollout(console: Console, request: pytest.FixtureRequest) -> Iterator[str]:
     """A canary of ROLLED that waits in its first step."""
-    name = re.sub("[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:60]
+    name = re.sub("[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:60] + f"-{time.time_ns() % 10**6}"
     made = cp.Rollout(metadata=cp.Metadata(name=name), deployment=ROLLED, by_worker=False)
     made.arms.add(name="next", version="next")
     for ratio in (0.05, 0.5, 1.0):
@@ -130,8 +131,9 @@ def test_a_viewer_has_no_buttons_and_its_forms_are_refused(
     console: Console, visitor: Visitor, rollout: str
 ) -> None:
     viewer = visitor("viewer")
+    page = viewer.page
     for path in ("/", f"/rollouts/{rollout}"):
-        page = viewer.goto(path)
+        viewer.goto(path)
         assert page.locator('form[action^="/change/"]').count() == 0
     token = page.locator('input[name="csrf"]').first.get_attribute("value") or ""
     page.evaluate(POST, [rollout, token])
@@ -144,7 +146,7 @@ def test_nodes_are_cordoned_and_drained_and_the_page_follows(console: Console, v
     admin = visitor("admin")
     page = admin.goto("/")
     row = page.get_by_role("row").filter(has_text="worker-1")
-    row.get_by_role("button", name="Cordon worker-1").click()
+    row.get_by_role("button", name="Cordon worker-1", exact=True).click()
     expect(page.get_by_role("status").filter(has_text="worker-1 is cordoned")).to_be_visible()
     expect(row.get_by_text("cordoned", exact=True)).to_be_visible()
     on_admin(console, lambda admin: admin.nodes.uncordon("worker-1"))
@@ -153,7 +155,7 @@ def test_nodes_are_cordoned_and_drained_and_the_page_follows(console: Console, v
     row.get_by_role("button", name="Drain worker-1").click()
     expect(row.get_by_text(re.compile("drained|draining"))).to_be_visible()
     row.get_by_role("button", name="Uncordon worker-1").click()
-    expect(row.get_by_role("button", name="Cordon worker-1")).to_be_visible()
+    expect(row.get_by_role("button", name="Cordon worker-1", exact=True)).to_be_visible()
     admin.check()
 
 
@@ -164,18 +166,18 @@ def test_a_rollout_is_paused_resumed_promoted_and_aborted(
     page = operator.goto("/rollouts")
     page.get_by_role("link", name=rollout).click()
     expect(page.locator(".lead .badge").first).to_have_text("running")
-    page.get_by_role("button", name="Pause").click()
+    page.get_by_role("button", name="Pause", exact=True).click()
     expect(page.get_by_text("paused", exact=True)).to_be_visible()
-    page.get_by_role("button", name="Resume").click()
+    page.get_by_role("button", name="Resume", exact=True).click()
     expect(page.get_by_text("paused", exact=True)).to_have_count(0)
     page.locator("#promote > summary").click()
-    page.get_by_role("button", name="Promote").click()
+    page.get_by_role("button", name="Promote", exact=True).click()
     expect(page.locator("[aria-current=step]")).to_contain_text("50 %")
     operator.check()
     _picture(operator, request, "rollout")
     page.locator("#abort > summary").click()
     page.locator("#abort").get_by_label("Reason").fill("it was slow <b>")
-    page.get_by_role("button", name="Abort").click()
+    page.get_by_role("button", name="Abort", exact=True).click()
     expect(page.locator(".lead .badge").first).to_have_text(re.compile("rolling back|aborted"))
     expect(page.locator(".history")).to_contain_text("it was slow <b>")
     operator.check()
@@ -187,10 +189,10 @@ def test_a_rollout_is_promoted_to_the_end_and_reverted(visitor: Visitor, rollout
     expect(page.locator(".lead .badge").first).to_have_text("running")
     page.locator("#promote > summary").click()
     page.get_by_label("To all traffic").check()
-    page.get_by_role("button", name="Promote").click()
+    page.get_by_role("button", name="Promote", exact=True).click()
     expect(page.locator(".lead .badge").first).to_have_text("soaking")
     page.locator("#revert > summary").click()
-    page.get_by_role("button", name="Revert").click()
+    page.get_by_role("button", name="Revert", exact=True).click()
     expect(page.locator(".lead .badge").first).to_have_text(re.compile("rolling back|reverted|aborted"))
     admin.check()
 

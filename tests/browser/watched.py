@@ -63,7 +63,7 @@ class Watched:
         assert self.faults == [], self.faults
         page = self.page
         for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.emulate_media(color_scheme=scheme)
             page.wait_for_timeout(250)  # the transition of colours
             assert (found := page.evaluate(_LOW_CONTRAST)) == [], (page.url, scheme, found)
         page.emulate_media(color_scheme="light")
@@ -74,7 +74,7 @@ class Watched:
         ids = page.locator("[id]").evaluate_all("all => all.map(each => each.id)")
         assert len(ids) == len(set(ids)), page.url
         for size in (NARROW, WIDE):
-            page.set_viewport_size(size)  # type: ignore[arg-type]
+            page.set_viewport_size(size)
             width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             over = page.evaluate(width)
             assert over <= 0, (page.url, size, over)

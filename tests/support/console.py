@@ -108,14 +108,14 @@ def filled(message: Message, text: str, depth: int = 0) -> None:
             setattr(message, field.name, _value(field, text))
 
 
-def _fill_map(message: Message, field: FieldDescriptor, text: str) -> None:
+def _fill_map(message: Message, field: Any, text: str) -> None:
     entry = field.message_type.fields_by_name
     if entry["value"].message_type is None:
         key, value = _value(entry["key"], text), _value(entry["value"], text)
         getattr(message, field.name)[key] = value
 
 
-def _value(field: FieldDescriptor, text: str) -> Any:
+def _value(field: Any, text: str) -> Any:
     match field.cpp_type:
         case FieldDescriptor.CPPTYPE_STRING:
             return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
@@ -158,8 +158,6 @@ class Browser:
         assert found is not None
         return found[1]
 
-    def post(
-        self, path: str, *, csrf: str | None = None, headers: dict[str, str] | None = None, **fields: str
-    ) -> Any:
+    def post(self, path: str, *, csrf: Any = None, headers: Any = None, **fields: str) -> Any:
         token = self.csrf if csrf is None else csrf
         return self.http.post(path, data={"csrf": token, **fields}, headers=headers or {})

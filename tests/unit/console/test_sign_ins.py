@@ -55,6 +55,7 @@ def test_a_sign_in_ends_when_idle_and_after_a_working_day(
     browser: Browser, step_s: float, steps: int
 ) -> None:
     browser.sign_in("admin")
+    last = 0
     for step in range(steps):
         browser.clock.now_s += step_s
         last = browser.get("/").status_code
