@@ -318,7 +318,7 @@ MAX_WINDOW_STEPS: Final = 1024
 MAX_INBOX: Final = 1 << 16  # unread commands of a hanging engine
 
 SequenceCommand = wire.Submit | wire.Credit | wire.Park | wire.Cancel | wire.Resize | wire.Pace
-UNUSED: Final = (wire.RunBatch, wire.LoadAdapter, wire.DropAdapter)
+UNUSED: Final = (wire.RunBatch, wire.LoadAdapter, wire.DropAdapter, wire.ReplaceWeights)
 CallAt = Callable[[float, Callable[[], None]], TimerHandle]
 OnMessage = Callable[[wire.Stepped | wire.EngineHeartbeat | wire.Resized], None]
 

@@ -158,6 +158,6 @@ class Browser:
         assert found is not None
         return found[1]
 
-    def post(self, path: str, *, csrf: Any = None, headers: Any = None, **fields: str) -> Any:
+    def post(self, path: str, *, csrf: Any = None, headers: Any = None, **fields: Any) -> Any:
         token = self.csrf if csrf is None else csrf
         return self.http.post(path, data={"csrf": token, **fields}, headers=headers or {})

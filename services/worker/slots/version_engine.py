@@ -349,7 +349,7 @@ class VersionEngine:
         except (ReplacementFailed, Unavailable, asyncio.CancelledError):
             self._give_up(replacement, names)
             raise
-        self._cut_over(replacement, table, name)
+        self._cut_over(replacement, table, self._served(successor, loaded.event), name)
 
     def _begin_probe(
         self, successor: VersionSlot, event: Ready, process: RunningEngine, replacement: Replacement
@@ -380,7 +380,9 @@ class VersionEngine:
         if not self._owners:  # the version before has left meanwhile
             context.supervisor.spawn(f"leave-{before.digest[:19]}", self.leave(before))
 
-    def _cut_over(self, replacement: Replacement, table: SequenceTable, name: str) -> None:
+    def _cut_over(
+        self, replacement: Replacement, table: SequenceTable, served: ServedVersion, name: str
+    ) -> None:
         """Serve the successor from now on: the version before leaves in the same instant."""
         before, successor, context = replacement.before, replacement.successor, self._context
         self._replacement = None
@@ -389,7 +391,7 @@ class VersionEngine:
         withdrawal = Withdrawal(before.digest, revision, successor.digest)
         until_s = context.clock.monotonic_s() + context.settings.retire_s
         table.reset_silence()
-        context.host.replace(table, withdrawal, self._served(successor), until_s=until_s)
+        context.host.replace(table, withdrawal, served, until_s=until_s)
         self._owners.pop(before.digest, None)
         self.memory.pass_on(self.memory.owner, successor.digest, successor.version.deployment)
         context.engines.claim(name, self)

@@ -46,6 +46,9 @@ class Scripted(worker_pb2_grpc.WorkerServiceServicer):
     async def DrainWorker(self, request: Any, context: Any) -> worker_pb2.DrainWorkerResponse:
         raise NotImplementedError
 
+    async def ReadSteps(self, request: Any, context: Any) -> worker_pb2.ReadStepsResponse:
+        raise NotImplementedError
+
     async def Execute(  # type: ignore[override]  # the stubs know generators only
         self, request_iterator: Any, context: Any
     ) -> None:

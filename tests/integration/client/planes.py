@@ -34,7 +34,8 @@ from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, served
 from tests.support.scaling import NoScaling
-from tests.support.slis import Measurements, NoSlis
+from tests.support.slis import Measurements, NoDiagnoses, NoSlis
+from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
@@ -50,7 +51,16 @@ class Servicer(ControlPlaneServicer):
         slis = SliListing(measured.store, NoSlis())
         audit = AuditReader(store, MemoryLedger())
         super().__init__(
-            service, store, queues, NoUsage(), slis, NoScaling(), audit=audit, require_current=lambda _: None
+            service,
+            store,
+            queues,
+            NoUsage(),
+            slis,
+            NoScaling(),
+            NoTimelines(),
+            NoDiagnoses(),
+            audit=audit,
+            require_current=lambda _: None,
         )
         self.lost: dict[str, int] = {}
         self.frozen = False

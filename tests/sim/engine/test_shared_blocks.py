@@ -29,6 +29,7 @@ from services.scheduler.policy.placement.choose import Chosen, PlacementProfile
 from services.scheduler.policy.step_time import StepTimes
 from services.worker import engine_protocol as wire
 from services.worker.agent.report import WorkerIdentity, take_snapshot
+from services.worker.step_recorder import StepRecorder
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.host import SequenceHost
 from services.worker.streams.kv import PoolLimits
@@ -98,6 +99,7 @@ class Rig:
             send=self.engine.send,
             clock=clock,
             charges=UsageAccounting(self.host.tally),
+            recorder=StepRecorder(clock).engine(DIGEST, "m"),
             changed=lambda: None,
         )
         self.host.add(self.table)
