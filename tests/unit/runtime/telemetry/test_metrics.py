@@ -88,7 +88,8 @@ def test_exemplars_are_in_openmetrics_alone() -> None:
     plain = generate_latest(metrics.registry).decode()
     assert "req_" not in plain
     assert 'fairway_test_wait_seconds_bucket{le="1.0"} 4.0\n' in plain
-    lines = openmetrics.generate_latest(metrics.registry).decode().splitlines()
+    text: bytes = openmetrics.generate_latest(metrics.registry)  # type: ignore[no-untyped-call]
+    lines = text.decode().splitlines()
     found = [line for line in lines if " # {" in line]
     assert found == [
         'fairway_test_wait_seconds_bucket{le="1.0"} 4.0 # {request_id="req_2",trace_id="ab"} 0.5 1700000001.5'
