@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 import sys
@@ -151,7 +152,7 @@ def test_what_the_simulator_says_orders_the_causes(monkeypatch: pytest.MonkeyPat
 
 def test_without_the_simulator_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = answer(("prompts_grew", "ann"))
-    monkeypatch.setattr(replays.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     replay(found)
     (cause,) = found.causes
     assert cause.score == pytest.approx(0.98 * 0.9)
