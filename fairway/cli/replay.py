@@ -36,7 +36,7 @@ Request = dict[str, Any]
 def replay(found: cp.DiagnoseLatencyResponse) -> None:
     """Replay the window of an answer with its samples, and add to each cause what came of it.
 
-    Where nothing was replayed the evidence says why, and the score of what might have been is lower.
+    Where nothing was replayed the evidence has the reason, and the score of what might have been is lower.
     """
     tested = [cause for cause in found.causes[:MAX_REPLAYED] if cause.kind in _WITHOUT]
     for cause in found.causes:

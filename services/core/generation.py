@@ -291,7 +291,7 @@ class TokenLogprobs:
     top_bytes: tuple[bytes, ...] = ()  # the same for each of top_ids; none: all are those of the texts
 
 
-class StepSums(Struct, frozen=True, gc=False):
+class StepTotals(Struct, frozen=True, gc=False):
     """Engine steps of an interval and the work of all sequences in them."""
 
     steps: int = 0
@@ -300,9 +300,9 @@ class StepSums(Struct, frozen=True, gc=False):
     decode_tokens: int = 0
     attended_tokens: int = 0  # tokens of KV that the decodes read
 
-    def since(self, earlier: StepSums) -> StepSums:
+    def since(self, earlier: StepTotals) -> StepTotals:
         """Return what was added after ``earlier``, which is of the same engine."""
-        return StepSums(
+        return StepTotals(
             self.steps - earlier.steps,
             self.step_us - earlier.step_us,
             self.prefill_tokens - earlier.prefill_tokens,
@@ -311,7 +311,7 @@ class StepSums(Struct, frozen=True, gc=False):
         )
 
 
-NO_STEPS: Final = StepSums()
+NO_STEPS: Final = StepTotals()
 
 
 class RunFacts(Struct, frozen=True, gc=False):
@@ -319,8 +319,8 @@ class RunFacts(Struct, frozen=True, gc=False):
 
     worker_id: str = ""
     prefill_us: int = 0  # time from its first prefill step until its first token left the engine
-    before: StepSums = NO_STEPS  # steps from its acceptance until its first token
-    after: StepSums = NO_STEPS  # steps from then until its end
+    before: StepTotals = NO_STEPS  # steps from its acceptance until its first token
+    after: StepTotals = NO_STEPS  # steps from then until its end
     blocked_us: int = 0  # time without credit, for want of a reader
     returning_us: int = 0  # time with credit and without a slot, which others had
     preemptions: int = 0  # how often it lost its slot or its KV to others

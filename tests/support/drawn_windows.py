@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.core.estimates.finished import FinishedRequest
-from services.core.generation import RunFacts, StageClock, StepSums, Usage
+from services.core.generation import RunFacts, StageClock, StepTotals, Usage
 from services.core.records import Priority
 
 STEP_S, ROW_S, PREFILL_S, ATTENDED_S = 8e-3, 2e-4, 6e-5, 2e-7
@@ -189,8 +189,8 @@ def _step(
 
 
 def _finished(world: World, worker: _Worker, one: _Sequence, end_s: float) -> FinishedRequest:
-    def sums(begin: Sequence[float], end: Sequence[float]) -> StepSums:
-        return StepSums(*(round(b - a) for a, b in zip(begin, end, strict=True)))
+    def sums(begin: Sequence[float], end: Sequence[float]) -> StepTotals:
+        return StepTotals(*(round(b - a) for a, b in zip(begin, end, strict=True)))
 
     blocked_s = one.habits.pause_s * one.output / 4
     times = (

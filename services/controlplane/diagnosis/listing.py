@@ -14,9 +14,9 @@ from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.policy.diagnose import (
     LEAST_SAMPLES,
     Diagnosis,
+    DiagnosisVerdict,
     Evidence,
-    Span,
-    Verdict,
+    SampledSpan,
     change_in,
     diagnose,
 )
@@ -82,7 +82,7 @@ class Diagnoses:
             diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
         if problem:
             diagnosis = replace(
-                diagnosis, verdict=Verdict.BASELINE_DIFFERS, message=problem, causes=(), stages=()
+                diagnosis, verdict=DiagnosisVerdict.BASELINE_DIFFERS, message=problem, causes=(), stages=()
             )
         return _message(request, diagnosis, notes, baseline, found)
 
@@ -105,7 +105,7 @@ class Diagnoses:
             )
         await self._samples.save(request.name, found)
         requests = round(sum(one.weight for one in found.requests))
-        span = Span(found.begin_s, found.end_s, requests, len(found.requests))
+        span = SampledSpan(found.begin_s, found.end_s, requests, len(found.requests))
         return pb.SaveLatencyBaselineResponse(baseline=_span_message(span))
 
     async def _find(self, request: pb.DiagnoseLatencyRequest, begin_s: float, end_s: float) -> Found:
@@ -187,7 +187,7 @@ def _diagnosed(
     return diagnose(sides[0], sides[1], model=request.model, metric=metric, level=level)
 
 
-def _span_message(span: Span) -> pb.DiagnosedSpan:
+def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
     message = pb.DiagnosedSpan(requests=span.requests, samples=span.samples, to=timestamp(span.end_s))
     getattr(message, "from").CopyFrom(timestamp(span.begin_s))
     return message

@@ -21,7 +21,7 @@ from services.core.arms import (
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
-from services.core.generation import RunFacts, StageClock, StepSums, Usage
+from services.core.generation import RunFacts, StageClock, StepTotals, Usage
 from services.rpc.convert.inference import PRIORITY
 
 _STAGES = len(StageClock.__struct_fields__) - 1
@@ -58,7 +58,7 @@ _SUMS: Final = Mirror(
     },
 )
 _SERIES: Final = Mirror(SliKey, pb.SliSeries, {"arm": Mirror(ArmKey, pb.SliSeries), "priority": PRIORITY})
-_STEPS: Final = Mirror(StepSums, pb.StepSums)
+_STEPS: Final = Mirror(StepTotals, pb.StepSums)
 RUN_FACTS: Final = Mirror(
     RunFacts, pb.RunFacts, {name: _STEPS.one(name, unset=True) for name in ("before", "after")}
 )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.core.generation import StartSpec, StepSums
+from services.core.generation import StartSpec, StepTotals
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker import engine_protocol as wire
 from services.worker.streams.live_sequence import WorkerSequence
@@ -112,9 +112,9 @@ class PoolStats:
         self.attended_tokens += event.attended_tokens
         self.note_levels(event)
 
-    def sums(self) -> StepSums:
+    def sums(self) -> StepTotals:
         """Return the steps so far and their work."""
-        return StepSums(
+        return StepTotals(
             self.steps,
             round(self.step_seconds * 1e6),
             self.prefill_tokens,

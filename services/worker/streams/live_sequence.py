@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from services.core.generation import NO_STEPS, FallbackGrant, RunFacts, StartSpec, StepSums, TokenLogprobs
+from services.core.generation import NO_STEPS, FallbackGrant, RunFacts, StartSpec, StepTotals, TokenLogprobs
 from services.worker.detokenizer import Detokenizer, TextStream
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class WorkerSequence:
     blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
     device_us: int = 0  # its shares of engine steps, as reported by the engine
-    accepted_steps: StepSums = NO_STEPS  # engine's steps before its acceptance
-    first_steps: StepSums = NO_STEPS  # engine's steps up to its first token
+    accepted_steps: StepTotals = NO_STEPS  # engine's steps before its acceptance
+    first_steps: StepTotals = NO_STEPS  # engine's steps up to its first token
     blocked_s: float = 0.0  # time without credit so far
     returning_s: float = 0.0  # time without a slot that others had so far
     yielded_since_s: float | None = None  # None: it has its slot, or no credit
@@ -117,7 +117,7 @@ class WorkerSequence:
             self.returning_s += now_s - self.yielded_since_s
         self.yielded_since_s = None
 
-    def facts(self, steps: StepSums, now_s: float) -> RunFacts:
+    def facts(self, steps: StepTotals, now_s: float) -> RunFacts:
         """Return how it fared until now; ``steps``: those of its engine so far."""
         first = self.first_steps if self.first_token_s is not None else steps
         blocked_s = 0.0 if self.blocked_since_s is None else now_s - self.blocked_since_s

@@ -1,4 +1,4 @@
-"""Two times side by side: what was usual, and what is asked about."""
+"""Two times side by side: what was usual, and what is diagnosed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from services.controlplane.diagnosis.policy.quantiles import bucket_means, quantile, rises
 from services.controlplane.diagnosis.policy.samples import (
     VALIDATE,
+    FittedPrices,
     FleetMoment,
     Floats,
     Mask,
     Metric,
-    Part,
-    Parts,
-    Samples,
-    StepPrices,
+    RequestTable,
+    Spent,
+    SpentTimes,
     fit_prices,
     parts_of,
 )
@@ -34,8 +34,8 @@ class Side:
 
     begin_s: float
     end_s: float
-    samples: Samples
-    parts: Parts
+    samples: RequestTable
+    parts: SpentTimes
     buckets: Floats
     moments: Sequence[FleetMoment]
 
@@ -64,14 +64,14 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TwoTimes:
     """A model's baseline and window, under one metric and level. ``prices`` are those of the baseline."""
 
     metric: Metric
     level: float
     baseline: Side
     window: Side
-    prices: StepPrices
+    prices: FittedPrices
     bucket_s: float
 
     @cached_property
@@ -110,14 +110,14 @@ class Comparison:
         after = self.window.means(values[1], masks[1])
         return rises(-before, -after) if falls else rises(before, after)
 
-    def part_means(self, part: Part) -> tuple[float, float]:
+    def part_means(self, part: Spent) -> tuple[float, float]:
         """Return the mean of a part in both times; of a batch it is that of one step."""
         found = []
         for side in (self.baseline, self.window):
             column = side.parts[part]
             everyone = np.ones(len(column), dtype=bool)
             found.append(side.mean(column, everyone))
-        if part is Part.BATCH:
+        if part is Spent.BATCH:
             steps = [
                 side.mean(side.samples.before[:, 0] + side.samples.after[:, 0], side.samples.weight > 0)
                 for side in (self.baseline, self.window)
@@ -130,20 +130,20 @@ def compare(
     model: str,
     metric: Metric,
     level: float,
-    baseline: tuple[float, float, Samples, Sequence[FleetMoment]],
-    window: tuple[float, float, Samples, Sequence[FleetMoment]],
-) -> Comparison:
+    baseline: tuple[float, float, RequestTable, Sequence[FleetMoment]],
+    window: tuple[float, float, RequestTable, Sequence[FleetMoment]],
+) -> TwoTimes:
     """Return the comparison of one model. Each time: begin, end, its samples, its moments."""
     bucket_s = max(LEAST_BUCKET_S, (window[1] - window[0]) / BUCKETS)
     usual = baseline[2].where(_of(baseline[2], model, metric))
     prices = fit_prices(usual)
 
-    def side(begin_s: float, end_s: float, samples: Samples, moments: Sequence[FleetMoment]) -> Side:
+    def side(begin_s: float, end_s: float, samples: RequestTable, moments: Sequence[FleetMoment]) -> Side:
         buckets = np.floor((samples.ended_s - begin_s) / bucket_s)
         return Side(begin_s, end_s, samples, parts_of(samples, metric, prices), buckets, moments)
 
     asked = window[2].where(_of(window[2], model, metric))
-    return Comparison(
+    return TwoTimes(
         metric,
         level,
         side(baseline[0], baseline[1], usual, baseline[3]),
@@ -153,6 +153,6 @@ def compare(
     )
 
 
-def _of(samples: Samples, model: str, metric: Metric) -> Mask:
+def _of(samples: RequestTable, model: str, metric: Metric) -> Mask:
     found = samples.model == model
     return np.asarray(found & (samples.output > 1) if metric is Metric.ITL else found, dtype=bool)

@@ -1,4 +1,4 @@
-"""Suspects by what tenants ask of the devices: arrivals, lengths, cache hits, classes, and lost capacity."""
+"""Suspects by what tenants request of devices: arrivals, lengths, cache hits, classes; and lost capacity."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Comparison
+from services.controlplane.diagnosis.policy.comparison import TwoTimes
 from services.controlplane.diagnosis.policy.quantiles import rises
-from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Mask, Metric, Part
+from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Mask, Metric, Spent
 from services.controlplane.diagnosis.policy.suspects import (
     LEAST_ARRIVALS,
     LEAST_EXCESS_S,
@@ -26,14 +26,20 @@ from services.controlplane.diagnosis.policy.suspects import (
 
 LEAST_HITS: Final = 0.1  # fall of the hit ratio
 LONG_PROMPTS: Final = 2.0  # times those of others
-_LOAD_PARTS: Final = (Part.QUEUE, Part.ENGINE_WAIT, Part.BATCH, Part.BATCH_WAIT, Part.RETURNING)
+_LOAD_PARTS: Final = (
+    Spent.QUEUE,
+    Spent.ENGINE_WAIT,
+    Spent.BATCH,
+    Spent.BATCH_WAIT,
+    Spent.RETURNING,
+)
 _PRICE_S: Final = 1e-6
 _RANKS: Final = {"batch": 0, "standard": 1, "interactive": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What one tenant asked of the devices in one time: requests per second, and means of its requests."""
+    """What one tenant requested of the devices in one time: its rate, and means of its requests."""
 
     rate: float
     prompt: float
@@ -45,15 +51,15 @@ class _Use:
         return self.prompt * (1 - self.hit_ratio)
 
 
-class Demand:
-    """Tenants by the device time that they asked for, and what its growth explains.
+class DemandSuspects:
+    """Tenants by the device time that they requested, and what its growth explains.
 
     Waits follow the load: the work per second over the capacity. The growth of the load is divided over
     tenants, and over the factors of each, in proportion to logarithmic means (Ang, The LMDI Approach to
     Decomposition Analysis, 2005), so that no factor's share depends on the order of replacing them.
     """
 
-    def __init__(self, found: Comparison) -> None:
+    def __init__(self, found: TwoTimes) -> None:
         self._found = found
         self._tenants = values_of(found, "tenant")
         self._uses = {tenant: self._use(tenant) for tenant in self._tenants}
@@ -134,9 +140,9 @@ class Demand:
     def _unloaded(self, key: tuple[str, str]) -> Floats:
         """Return what the window's requests would save of waits without this factor's growth."""
         found, saved = self._found, np.zeros(len(self._found.window.samples))
-        for part in (*_LOAD_PARTS, Part.NEIGHBOURS):
+        for part in (*_LOAD_PARTS, Spent.NEIGHBOURS):
             usual_s, now_s = found.part_means(part)
-            share = (self._prefills if part is Part.NEIGHBOURS else self._load).get(key, 0.0)
+            share = (self._prefills if part is Spent.NEIGHBOURS else self._load).get(key, 0.0)
             if now_s > usual_s and share:
                 saved = saved + share * found.window.parts[part] * (1 - usual_s / now_s)
         return np.asarray(saved)
@@ -149,7 +155,7 @@ class Demand:
         if not enough(masks) or after.prompt < LEAST_GROWTH * before.prompt:
             return
         found, ratio = self._found, before.prompt / after.prompt
-        own = found.window.parts[Part.OWN_PREFILL] + found.window.parts[Part.ROWS]
+        own = found.window.parts[Spent.OWN_PREFILL] + found.window.parts[Spent.ROWS]
         saved = np.where(masks[1], own * (1 - ratio), 0.0)
         columns = found.baseline.samples.prompt, found.window.samples.prompt
         yield self._suspect(
@@ -168,7 +174,7 @@ class Demand:
             return
         found, saved = self._found, np.zeros(len(masks[1]))
         if found.metric is Metric.TOTAL:
-            decode = found.window.samples.stages[:, DECODE] - found.window.parts[Part.READER]
+            decode = found.window.samples.stages[:, DECODE] - found.window.parts[Spent.READER]
             saved = np.where(masks[1], np.maximum(0.0, decode) * (1 - before.output / after.output), 0.0)
         columns = found.baseline.samples.output, found.window.samples.output
         yield self._suspect(
@@ -196,7 +202,7 @@ class Demand:
         model_saved = np.zeros(len(found.window.samples))
         for tenant, masks, before, after in fallen:
             lost = after.uncached and (before.hit_ratio - after.hit_ratio) * after.prompt / after.uncached
-            saved = np.where(masks[1], found.window.parts[Part.OWN_PREFILL] * lost, 0.0)
+            saved = np.where(masks[1], found.window.parts[Spent.OWN_PREFILL] * lost, 0.0)
             saved = saved + self._unloaded((tenant, "cache"))
             model_saved = model_saved + saved
             ratios = f"{before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
@@ -245,16 +251,16 @@ class Demand:
         grown = {
             part: found.window.mean(found.window.parts[part], others[1])
             - found.baseline.mean(found.baseline.parts[part], others[0])
-            for part in (Part.NEIGHBOURS, Part.QUEUE, Part.BATCH)
+            for part in (Spent.NEIGHBOURS, Spent.QUEUE, Spent.BATCH)
         }
-        noisy = is_long and grown[Part.NEIGHBOURS] >= max(grown[Part.QUEUE], grown[Part.BATCH])
+        noisy = is_long and grown[Spent.NEIGHBOURS] >= max(grown[Spent.QUEUE], grown[Spent.BATCH])
         weights = np.where(masks[1], before.rate / after.rate, 1.0) * found.window.samples.weight
         values = found.window.parts.total - self._unloaded((tenant, "rate"))
         texts = [f"{tenant} sent {before.rate:.3g} requests per second, then {after.rate:.3g}"]
         if noisy:
             texts.append(
                 f"its prompts have {uncached[0]:.0f} tokens to compute, those of others {uncached[1]:.0f}; "
-                f"they lengthen the steps of others by {ms(grown[Part.NEIGHBOURS])} per request"
+                f"they lengthen the steps of others by {ms(grown[Spent.NEIGHBOURS])} per request"
             )
         yield Suspect(
             CauseKind.NOISY_NEIGHBOUR if noisy else CauseKind.ARRIVALS_GREW,
@@ -271,7 +277,7 @@ class Demand:
         found = self._found
         classes = sorted(values_of(found, "priority"), key=lambda name: _RANKS.get(name, 0))
         waits = [
-            side.parts[Part.QUEUE] + side.parts[Part.RETURNING] for side in (found.baseline, found.window)
+            side.parts[Spent.QUEUE] + side.parts[Spent.RETURNING] for side in (found.baseline, found.window)
         ]
         for place, name in enumerate(classes[:-1]):
             masks = both(found, "priority", name)
@@ -311,7 +317,7 @@ class Demand:
                 (
                     f"requests of class {name} waited {ms(usual_s)} on average, then {ms(now_s)}; "
                     f"{preempted:.2f} preemptions per request",
-                    f"higher classes asked for {works[0]:.0f} tokens per second, then {works[1]:.0f}",
+                    f"higher classes requested {works[0]:.0f} tokens per second, then {works[1]:.0f}",
                     f"control: the wait of higher classes changed by {ms(above_s)}",
                 ),
                 figure,

@@ -14,10 +14,17 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Comparison, Side, compare
-from services.controlplane.diagnosis.policy.demand import Demand
+from services.controlplane.diagnosis.policy.comparison import Side, TwoTimes, compare
+from services.controlplane.diagnosis.policy.demand import DemandSuspects
 from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, ratio_interval
-from services.controlplane.diagnosis.policy.samples import STAGES, FleetMoment, Floats, Metric, Part, Samples
+from services.controlplane.diagnosis.policy.samples import (
+    STAGES,
+    FleetMoment,
+    Floats,
+    Metric,
+    RequestTable,
+    Spent,
+)
 from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, ms, suspects_of
 
 LEAST_SAMPLES: Final = 30
@@ -29,12 +36,12 @@ FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet wi
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
 _CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
-LOADED: Final = 1.5  # from this on the answer says that hosts are loaded
+LOADED: Final = 1.5  # from this on the answer has that hosts are loaded
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
 
-class Verdict(StrEnum):
+class DiagnosisVerdict(StrEnum):
     CAUSE_FOUND = "CAUSE_FOUND"
     NO_CAUSE_FOUND = "NO_CAUSE_FOUND"
     NOT_ENOUGH_TRAFFIC = "NOT_ENOUGH_TRAFFIC"
@@ -42,7 +49,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SampledSpan:
     """A time, and the requests in it: those that the samples stand for."""
 
     begin_s: float
@@ -57,12 +64,14 @@ class Evidence:
 
     begin_s: float
     end_s: float
-    samples: Samples
+    samples: RequestTable
     moments: Sequence[FleetMoment] = ()
 
-    def span(self, model: str = "") -> Span:
+    def span(self, model: str = "") -> SampledSpan:
         mask = self.samples.model == model if model else np.ones(len(self.samples), bool)
-        return Span(self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum()))
+        return SampledSpan(
+            self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class TreeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class LatencyCause:
     """``share_s``: what it explains of the change. ``counterfactual_s``: the window's quantile without it."""
 
     kind: CauseKind
@@ -96,18 +105,18 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    verdict: Verdict
+    verdict: DiagnosisVerdict
     message: str
     model: str
     metric: Metric
     level: float
-    window: Span
-    baseline: Span
+    window: SampledSpan
+    baseline: SampledSpan
     baseline_s: float = 0.0
     window_s: float = 0.0
     stages: tuple[StageChange, ...] = ()
     tree: tuple[TreeStep, ...] = ()
-    causes: tuple[Cause, ...] = ()
+    causes: tuple[LatencyCause, ...] = ()
     prices: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0))
 
 
@@ -135,7 +144,7 @@ def diagnose(
     return _explain(one, name, change, baseline, window, len(names))
 
 
-def _is_enough(one: Comparison) -> bool:
+def _is_enough(one: TwoTimes) -> bool:
     return all(
         len(side.samples) >= LEAST_SAMPLES and len(np.unique(side.buckets)) >= LEAST_TIMES
         for side in (one.baseline, one.window)
@@ -152,7 +161,7 @@ class _Change:
     certain: bool
 
 
-def _change(one: Comparison) -> _Change:
+def _change(one: TwoTimes) -> _Change:
     sides = [(side.parts.total, side.samples.weight, side.buckets) for side in (one.baseline, one.window)]
     low, high = ratio_interval(sides[0], sides[1], one.level)
     limit = one.before_s
@@ -177,10 +186,10 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
         f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. "
         "Widen it with --from, --to or --since"
     )
-    return Diagnosis(Verdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
+    return Diagnosis(DiagnosisVerdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
 
 
-def _head(one: Comparison, change: _Change) -> str:
+def _head(one: TwoTimes, change: _Change) -> str:
     return (
         f"p{100 * one.level:g} of {one.metric}: {ms(one.before_s)}, then {ms(one.after_s)} "
         f"(ratio {one.after_s / max(1e-9, one.before_s):.2f}, 99 % interval {change.low:.2f} to "
@@ -188,7 +197,7 @@ def _head(one: Comparison, change: _Change) -> str:
     )
 
 
-def _stages(one: Comparison) -> tuple[StageChange, ...]:
+def _stages(one: TwoTimes) -> tuple[StageChange, ...]:
     columns = [
         allocated(side.parts.total, side.samples.weight, one.level, side.samples.stage_parts(one.metric))
         for side in (one.baseline, one.window)
@@ -206,12 +215,12 @@ def _stages(one: Comparison) -> tuple[StageChange, ...]:
 
 
 def _unchanged(
-    one: Comparison, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
+    one: TwoTimes, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
 ) -> Diagnosis:
     tree = (TreeStep(0, f"{name}: {_head(one, change)}"), TreeStep(1, "no certain rise: nothing to explain"))
     others = f"; nor did another of {models} models" if models > 1 else ""
     return Diagnosis(
-        Verdict.NO_CAUSE_FOUND,
+        DiagnosisVerdict.NO_CAUSE_FOUND,
         f"the latency of {name} did not rise beyond chance and {LEAST_RATIO:g} times its baseline{others}",
         name,
         one.metric,
@@ -226,13 +235,13 @@ def _unchanged(
     )
 
 
-def _prices(one: Comparison) -> tuple[float, float, float, float]:
+def _prices(one: TwoTimes) -> tuple[float, float, float, float]:
     prices = one.prices
     return prices.step_s, prices.prefill_s, prices.decode_s, prices.attended_s
 
 
 def _explain(
-    one: Comparison, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
+    one: TwoTimes, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
 ) -> Diagnosis:
     stages = _stages(one)
     tree = [TreeStep(0, f"{name}: {_head(one, change)}")]
@@ -249,13 +258,13 @@ def _explain(
     tree += tested
     if not causes:
         verdict, message = (
-            Verdict.NO_CAUSE_FOUND,
+            DiagnosisVerdict.NO_CAUSE_FOUND,
             (f"the latency rose, and no suspect explains {LEAST_SHARE:.0%} of it beyond chance"),
         )
     else:
         first = causes[0]
         share = first.share_s / one.change_s
-        verdict = Verdict.CAUSE_FOUND
+        verdict = DiagnosisVerdict.CAUSE_FOUND
         message = f"{first.kind} ({first.subject}) explains {min(1.0, share):.0%} of the rise"
     return Diagnosis(
         verdict,
@@ -274,30 +283,30 @@ def _explain(
     )
 
 
-def _part_texts(one: Comparison) -> list[str]:
+def _part_texts(one: TwoTimes) -> list[str]:
     """Return the parts that changed most at the quantile."""
     found = []
     for side in (one.baseline, one.window):
-        table = np.stack([side.parts[part] for part in Part], axis=1)
+        table = np.stack([side.parts[part] for part in Spent], axis=1)
         found.append(allocated(side.parts.total, side.samples.weight, one.level, table))
     shares = (found[1] - found[0]) / one.change_s
     order = np.argsort(-shares)[:4]
     return [
-        f"{list(Part)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: "
+        f"{list(Spent)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: "
         f"{shares[at]:.0%} of the change"
         for at in order
         if shares[at] >= 0.1
     ]
 
 
-def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeStep]]:
+def _causes(one: TwoTimes, models: int) -> tuple[tuple[LatencyCause, ...], list[TreeStep]]:
     """Return the causes in their order, and what was tested.
 
     Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979, over the suspects of all models.
     """
-    suspects = sorted([*suspects_of(one), *Demand(one).suspects()], key=lambda each: each.chance)
+    suspects = sorted([*suspects_of(one), *DemandSuspects(one).suspects()], key=lambda each: each.chance)
     tests = max(_LEAST_TESTS, len(suspects)) * max(1, models)
-    causes, tree, holds = list[Cause](), list[TreeStep](), True
+    causes, tree, holds = list[LatencyCause](), list[TreeStep](), True
     for place, suspect in enumerate(suspects):
         holds = holds and suspect.chance <= FAMILY_CHANCE / (tests - place)
         share_s = one.explained_s(suspect.values, suspect.weights)
@@ -323,13 +332,13 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
     return tuple(ranked[:_MOST_CAUSES]), tree
 
 
-def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, late: bool | None) -> Cause:
+def _cause(one: TwoTimes, suspect: Suspect, score: float, share_s: float, late: bool | None) -> LatencyCause:
     order = {
         None: "order: not tested, for the baseline does not end where the window begins",
         True: "order: it rose after the latency did, as an effect does",
         False: "order: it rose no later than the latency",
     }[late]
-    return Cause(
+    return LatencyCause(
         suspect.kind,
         suspect.subject,
         score,
@@ -340,7 +349,7 @@ def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, late
     )
 
 
-def _is_late(one: Comparison, suspect: Suspect) -> bool | None:
+def _is_late(one: TwoTimes, suspect: Suspect) -> bool | None:
     """Return whether the suspect rose clearly after the latency; None where the times are not adjacent."""
     window = suspect.figure[1]
     values = _tails(one, one.window)
@@ -350,7 +359,7 @@ def _is_late(one: Comparison, suspect: Suspect) -> bool | None:
     return rose[0] > rose[1] + 3
 
 
-def _tails(one: Comparison, side: Side) -> Floats:
+def _tails(one: TwoTimes, side: Side) -> Floats:
     return side.means((side.parts.total > one.before_s).astype(float), np.ones(len(side.samples), bool))
 
 
@@ -382,7 +391,9 @@ _NEXT: Final = {
 }
 
 
-def change_in(samples: Samples, metric: Metric, level: float, begin_s: float, end_s: float) -> float | None:
+def change_in(
+    samples: RequestTable, metric: Metric, level: float, begin_s: float, end_s: float
+) -> float | None:
     """Return when the latency changed last within a time, None if it did not.
 
     The quantiles of 60 buckets are split at their ``change_point``, and those after it again.

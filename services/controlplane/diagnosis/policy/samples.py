@@ -18,7 +18,7 @@ from msgspec.structs import astuple
 
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.least_squares import NormalEquations, non_negative
-from services.core.generation import StepSums
+from services.core.generation import StepTotals
 
 Floats = npt.NDArray[np.float64]
 Names = npt.NDArray[np.object_]
@@ -37,7 +37,7 @@ class Metric(StrEnum):
     TOTAL = "total"
 
 
-class Part(StrEnum):
+class Spent(StrEnum):
     """What a request spent time on."""
 
     VALIDATE = "validate"
@@ -66,8 +66,8 @@ class FleetMoment:
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """Requests that finished, in columns of one length. Times are seconds, steps those of ``StepSums``."""
+class RequestTable:
+    """Requests that finished, in columns of one length. Times are seconds, steps those of ``StepTotals``."""
 
     ended_s: Floats
     weight: Floats
@@ -98,7 +98,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.ended_s)
 
-    def where(self, mask: Mask) -> Samples:
+    def where(self, mask: Mask) -> RequestTable:
         return replace(self, **{each.name: getattr(self, each.name)[mask] for each in fields(self)})
 
     def metric(self, metric: Metric) -> Floats:
@@ -119,7 +119,7 @@ class Samples:
         return self.stages
 
 
-def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) -> Samples:
+def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) -> RequestTable:
     """Return the columns of the requests that did not fail. ``zones``: that of each worker."""
     found = [one for one in requests if not one.failed]
 
@@ -131,7 +131,7 @@ def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) ->
         column[:] = values
         return column
 
-    def steps(sums: list[StepSums]) -> Floats:
+    def steps(sums: list[StepTotals]) -> Floats:
         table = np.array([astuple(one) for one in sums], dtype=np.float64).reshape(len(sums), 5)
         table[:, _STEP_S] /= 1e6
         return table
@@ -139,7 +139,7 @@ def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) ->
     stages = (
         np.array([astuple(one.clock)[1:] for one in found], dtype=np.float64).reshape(len(found), 8) / 1e6
     )
-    return Samples(
+    return RequestTable(
         ended_s=numbers([one.ended_unix_us / 1e6 for one in found]),
         weight=numbers([one.weight or 1.0 for one in found]),
         stages=stages,
@@ -169,7 +169,7 @@ def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class StepPrices:
+class FittedPrices:
     """Seconds of a step, a prompt token, a decoded token and a token that decodes read, in the baseline."""
 
     step_s: float = 0.0
@@ -185,7 +185,7 @@ class StepPrices:
         return self.without_prefill(steps) + self.prefill_s * steps[:, _PREFILL]
 
 
-def fit_prices(baseline: Samples) -> StepPrices:
+def fit_prices(baseline: RequestTable) -> FittedPrices:
     """Return the prices by non-negative least squares over the steps of requests in the baseline.
 
     Workers whose steps take ``_TRIMMED_RATIO`` times what the first fit predicts are left out of the second.
@@ -197,19 +197,19 @@ def fit_prices(baseline: Samples) -> StepPrices:
     return _fit(baseline.where(~np.isin(baseline.worker, slow))) if slow else found
 
 
-def _fit(samples: Samples) -> StepPrices:
+def _fit(samples: RequestTable) -> FittedPrices:
     equations = NormalEquations.zero(4, 1.0)
     rows = np.concatenate([samples.before, samples.after])
     rows = rows[(rows[:, _STEPS] > 0) & (rows[:, _STEP_S] > 0)]
     for row in rows[:: max(1, len(rows) // _FITTED)]:
         equations.add((row[_STEPS], row[_PREFILL], row[_DECODE], row[_ATTENDED]), row[_STEP_S])
     if not len(rows):
-        return StepPrices()
+        return FittedPrices()
     step_s, prefill_s, decode_s, attended_s = (value or 0.0 for value in non_negative([equations]).values)
-    return StepPrices(step_s, prefill_s, decode_s, attended_s)
+    return FittedPrices(step_s, prefill_s, decode_s, attended_s)
 
 
-def slowness(samples: Samples, prices: StepPrices, mask: Mask) -> float:
+def slowness(samples: RequestTable, prices: FittedPrices, mask: Mask) -> float:
     """Return the time of steps over the predicted time; 1 without any."""
     steps = samples.before[mask] + samples.after[mask]
     weight, predicted = samples.weight[mask], prices.predicted(steps)
@@ -218,13 +218,13 @@ def slowness(samples: Samples, prices: StepPrices, mask: Mask) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SpentTimes:
     """The parts of each request's latency, in columns."""
 
     metric: Metric
-    columns: Mapping[Part, Floats]
+    columns: Mapping[Spent, Floats]
 
-    def __getitem__(self, part: Part) -> Floats:
+    def __getitem__(self, part: Spent) -> Floats:
         return self.columns[part]
 
     @property
@@ -232,37 +232,37 @@ class Parts:
         return np.asarray(sum(self.columns.values()))
 
 
-def parts_of(samples: Samples, metric: Metric, prices: StepPrices) -> Parts:
+def parts_of(samples: RequestTable, metric: Metric, prices: FittedPrices) -> SpentTimes:
     """Return the parts; they sum to the metric."""
     stage, empty = samples.stages, np.zeros(len(samples))
-    found: dict[Part, Floats] = dict.fromkeys(Part, empty)
+    found: dict[Spent, Floats] = dict.fromkeys(Spent, empty)
     is_rows = samples.batch_rows > 0
     if metric is not Metric.ITL:
-        found[Part.VALIDATE], found[Part.ADMIT] = stage[:, VALIDATE], stage[:, ADMIT]
-        found[Part.QUEUE] = stage[:, QUEUE]
+        found[Spent.VALIDATE], found[Spent.ADMIT] = stage[:, VALIDATE], stage[:, ADMIT]
+        found[Spent.QUEUE] = stage[:, QUEUE]
         network = np.maximum(0.0, stage[:, PREFILL] - samples.prefill_s)
-        found[Part.NETWORK] = stage[:, DISPATCH] + network
+        found[Spent.NETWORK] = stage[:, DISPATCH] + network
         computed = stage[:, PREFILL] - network
-        found[Part.ROWS] = np.where(is_rows, computed, 0.0)
-        found[Part.BATCH_WAIT] = np.where(is_rows, stage[:, ENGINE_WAIT], 0.0)
+        found[Spent.ROWS] = np.where(is_rows, computed, 0.0)
+        found[Spent.BATCH_WAIT] = np.where(is_rows, stage[:, ENGINE_WAIT], 0.0)
         own = np.minimum(samples.prompt - samples.cached, samples.before[:, _PREFILL])
         spent_s = np.where(is_rows, 0.0, stage[:, ENGINE_WAIT] + computed)
         _add_steps(found, samples.before, spent_s, np.maximum(0.0, own), prices)
     if metric is not Metric.TTFT:
         reader = np.minimum(samples.blocked_s, stage[:, DECODE])
         returning = np.minimum(samples.returning_s, stage[:, DECODE] - reader)
-        found[Part.READER], found[Part.RETURNING] = reader, returning
+        found[Spent.READER], found[Spent.RETURNING] = reader, returning
         _add_steps(found, samples.after, stage[:, DECODE] - reader - returning, empty, prices)
     if metric is Metric.TOTAL:
-        found[Part.SEND] = stage[:, SEND]
+        found[Spent.SEND] = stage[:, SEND]
     if metric is Metric.ITL:
         gaps = np.maximum(1.0, samples.output - 1)
         found = {part: column / gaps for part, column in found.items()}
-    return Parts(metric, found)
+    return SpentTimes(metric, found)
 
 
 def _add_steps(
-    found: dict[Part, Floats], steps: Floats, spent_s: Floats, own: Floats, prices: StepPrices
+    found: dict[Spent, Floats], steps: Floats, spent_s: Floats, own: Floats, prices: FittedPrices
 ) -> None:
     """Divide the time spent on a worker by the work of the steps in it.
 
@@ -270,10 +270,10 @@ def _add_steps(
     """
     step_s = steps[:, _STEP_S]
     within = np.where(step_s > spent_s, spent_s / np.where(step_s > 0, step_s, 1.0), 1.0)
-    found[Part.OWN_PREFILL] = found[Part.OWN_PREFILL] + within * prices.prefill_s * own
+    found[Spent.OWN_PREFILL] = found[Spent.OWN_PREFILL] + within * prices.prefill_s * own
     others = np.maximum(0.0, steps[:, _PREFILL] - own)
-    found[Part.NEIGHBOURS] = found[Part.NEIGHBOURS] + within * prices.prefill_s * others
-    found[Part.BATCH] = found[Part.BATCH] + within * prices.without_prefill(steps)
+    found[Spent.NEIGHBOURS] = found[Spent.NEIGHBOURS] + within * prices.prefill_s * others
+    found[Spent.BATCH] = found[Spent.BATCH] + within * prices.without_prefill(steps)
     beyond = step_s - prices.without_prefill(steps) - prices.prefill_s * (own + others)
-    found[Part.SLOWNESS] = found[Part.SLOWNESS] + within * beyond
-    found[Part.ENGINE_WAIT] = found[Part.ENGINE_WAIT] + spent_s - within * step_s
+    found[Spent.SLOWNESS] = found[Spent.SLOWNESS] + within * beyond
+    found[Spent.ENGINE_WAIT] = found[Spent.ENGINE_WAIT] + spent_s - within * step_s

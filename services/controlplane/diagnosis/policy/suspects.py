@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Comparison, Side
+from services.controlplane.diagnosis.policy.comparison import Side, TwoTimes
 from services.controlplane.diagnosis.policy.quantiles import quantile, rises
-from services.controlplane.diagnosis.policy.samples import Floats, Mask, Part, slowness
+from services.controlplane.diagnosis.policy.samples import Floats, Mask, Spent, slowness
 
 LEAST_REQUESTS: Final = 8  # sampled requests of a subject in each time
 LEAST_GROWTH: Final = 1.2  # of a mean
@@ -44,13 +44,13 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """``values`` and ``weights``: the window's requests without it. ``chance``: of its change by chance."""
+    """A possible cause, and the window's requests as they would be without it."""
 
     kind: CauseKind
     subject: str
-    values: Floats
-    weights: Floats
-    chance: float
+    values: Floats  # latencies without it
+    weights: Floats  # weights without it
+    chance: float  # probability of its change without a cause
     evidence: tuple[str, ...]
     figure: tuple[Floats, Floats]  # its own figure by bucket, in the baseline and in the window
 
@@ -59,7 +59,7 @@ def ms(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def suspects_of(found: Comparison) -> Iterator[Suspect]:
+def suspects_of(found: TwoTimes) -> Iterator[Suspect]:
     """Yield every suspect whose figure changed by the least size."""
     if not len(found.baseline.samples) or not len(found.window.samples):
         return
@@ -72,12 +72,12 @@ def suspects_of(found: Comparison) -> Iterator[Suspect]:
     yield from _fragmentation(found)
 
 
-def both(found: Comparison, name: str, value: str) -> tuple[Mask, Mask]:
+def both(found: TwoTimes, name: str, value: str) -> tuple[Mask, Mask]:
     before, after = found.baseline.samples, found.window.samples
     return getattr(before, name) == value, getattr(after, name) == value
 
 
-def values_of(found: Comparison, name: str) -> list[str]:
+def values_of(found: TwoTimes, name: str) -> list[str]:
     return sorted({str(one) for one in getattr(found.window.samples, name) if one})
 
 
@@ -85,14 +85,14 @@ def enough(masks: tuple[Mask, Mask]) -> bool:
     return min(int(mask.sum()) for mask in masks) >= LEAST_REQUESTS
 
 
-def _everyone(found: Comparison) -> tuple[Mask, Mask]:
+def _everyone(found: TwoTimes) -> tuple[Mask, Mask]:
     return np.ones(len(found.baseline.samples), bool), np.ones(len(found.window.samples), bool)
 
 
 # --- what stands in the way of every request ---------------------------------------------------------
 
 
-def _log_disks(found: Comparison) -> Iterator[Suspect]:
+def _log_disks(found: TwoTimes) -> Iterator[Suspect]:
     columns = found.baseline.samples.log_s, found.window.samples.log_s
     total = found.window.parts.total
     for gateway in values_of(found, "gateway"):
@@ -113,7 +113,7 @@ def _log_disks(found: Comparison) -> Iterator[Suspect]:
         )
 
 
-def _without_log(side: Side, part: Part) -> Floats:
+def _without_log(side: Side, part: Spent) -> Floats:
     """Return a part less its share of the time in which the gateway wrote its log."""
     total = np.maximum(1e-9, side.parts.total)
     return np.asarray(side.parts[part] * (1 - np.minimum(1.0, side.samples.log_s / total)))
@@ -125,9 +125,9 @@ def _floor_s(side: Side, column: Floats, mask: Mask) -> float:
     return quantile(column[mask], side.samples.weight[mask], 0.25)
 
 
-def _quota_store(found: Comparison) -> Iterator[Suspect]:
-    columns = _without_log(found.baseline, Part.ADMIT), _without_log(found.window, Part.ADMIT)
-    sends = _without_log(found.baseline, Part.SEND), _without_log(found.window, Part.SEND)
+def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
+    columns = _without_log(found.baseline, Spent.ADMIT), _without_log(found.window, Spent.ADMIT)
+    sends = _without_log(found.baseline, Spent.SEND), _without_log(found.window, Spent.SEND)
     masks = _everyone(found)
     usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
     expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
@@ -162,8 +162,11 @@ def _quota_store(found: Comparison) -> Iterator[Suspect]:
     )
 
 
-def _zones(found: Comparison) -> Iterator[Suspect]:
-    columns = _without_log(found.baseline, Part.NETWORK), _without_log(found.window, Part.NETWORK)
+def _zones(found: TwoTimes) -> Iterator[Suspect]:
+    columns = (
+        _without_log(found.baseline, Spent.NETWORK),
+        _without_log(found.window, Spent.NETWORK),
+    )
     for name in ("worker_zone", "zone"):
         for zone in values_of(found, name):
             masks = both(found, name, zone)
@@ -194,8 +197,8 @@ def _zones(found: Comparison) -> Iterator[Suspect]:
             )
 
 
-def _readers(found: Comparison) -> Iterator[Suspect]:
-    columns = found.baseline.parts[Part.READER], found.window.parts[Part.READER]
+def _readers(found: TwoTimes) -> Iterator[Suspect]:
+    columns = found.baseline.parts[Spent.READER], found.window.parts[Spent.READER]
     for tenant in values_of(found, "tenant"):
         masks = both(found, "tenant", tenant)
         usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
@@ -217,7 +220,7 @@ def _readers(found: Comparison) -> Iterator[Suspect]:
 # --- engines -----------------------------------------------------------------------------------------
 
 
-def _ratios(side: Side, found: Comparison, mask: Mask) -> Floats:
+def _ratios(side: Side, found: TwoTimes, mask: Mask) -> Floats:
     """Return the time of steps over the predicted time, by bucket."""
     samples, ratios = side.samples, []
     for bucket in np.unique(side.buckets[mask]):
@@ -225,15 +228,15 @@ def _ratios(side: Side, found: Comparison, mask: Mask) -> Floats:
     return np.array(ratios)
 
 
-def _faster(found: Comparison, mask: Mask, ratio: float) -> Floats:
+def _faster(found: TwoTimes, mask: Mask, ratio: float) -> Floats:
     """Return the window's latencies with the steps of these requests faster by a ratio above 1."""
-    spent = sum(found.window.parts[part] for part in (Part.OWN_PREFILL, Part.NEIGHBOURS, Part.BATCH))
-    spent = spent + found.window.parts[Part.SLOWNESS] + found.window.parts[Part.ROWS]
+    spent = sum(found.window.parts[part] for part in (Spent.OWN_PREFILL, Spent.NEIGHBOURS, Spent.BATCH))
+    spent = spent + found.window.parts[Spent.SLOWNESS] + found.window.parts[Spent.ROWS]
     saved = np.where(mask, np.maximum(0.0, spent) * (1 - 1 / ratio), 0.0)
     return np.asarray(found.window.parts.total - saved)
 
 
-def _engines(found: Comparison) -> Iterator[Suspect]:
+def _engines(found: TwoTimes) -> Iterator[Suspect]:
     versions, workers = values_of(found, "version"), values_of(found, "worker")
     grown: dict[str, float] = {}
     for worker in workers:
@@ -268,20 +271,20 @@ def _engines(found: Comparison) -> Iterator[Suspect]:
         )
 
 
-def _relieved(found: Comparison, values: Floats, mask: Mask) -> Floats:
+def _relieved(found: TwoTimes, values: Floats, mask: Mask) -> Floats:
     """Return the values without the growth of waits for room on workers that these requests ran on."""
     reduced = values
-    for part in (Part.ENGINE_WAIT, Part.QUEUE):
+    for part in (Spent.ENGINE_WAIT, Spent.QUEUE):
         usual_s, now_s = found.part_means(part)
         if now_s > usual_s + LEAST_EXCESS_S / 2:
             column = found.window.parts[part]
-            everyone = mask if part is Part.ENGINE_WAIT else np.ones(len(mask), bool)
+            everyone = mask if part is Spent.ENGINE_WAIT else np.ones(len(mask), bool)
             reduced = reduced - np.where(everyone, column * (1 - usual_s / now_s), 0.0)
     return np.asarray(reduced)
 
 
 def _version(
-    found: Comparison, version: str, masks: tuple[Mask, Mask], grown: dict[str, float]
+    found: TwoTimes, version: str, masks: tuple[Mask, Mask], grown: dict[str, float]
 ) -> Iterator[Suspect]:
     if masks[1].sum() < LEAST_REQUESTS:
         return
@@ -319,7 +322,7 @@ def _version(
     )
 
 
-def _loads(found: Comparison) -> Iterator[Suspect]:
+def _loads(found: TwoTimes) -> Iterator[Suspect]:
     """Yield workers that loaded a version while they served."""
     loading = {worker for moment in found.window.moments for worker in moment.loading}
     for worker in sorted(loading):
@@ -335,7 +338,7 @@ def _loads(found: Comparison) -> Iterator[Suspect]:
         usual = slowness(found.baseline.samples, found.prices, rest)
         ratio = slowness(samples, found.prices, during) / max(1e-9, usual)
         peers = slowness(samples, found.prices, ~masks[1])
-        waits = found.baseline.parts[Part.ENGINE_WAIT], found.window.parts[Part.ENGINE_WAIT]
+        waits = found.baseline.parts[Spent.ENGINE_WAIT], found.window.parts[Spent.ENGINE_WAIT]
         usual_s, now_s = found.baseline.mean(waits[0], rest), found.window.mean(waits[1], during)
         if ratio / max(1.0, peers) < LEAST_SLOWNESS and now_s < usual_s + 2 * LEAST_EXCESS_S:
             continue
@@ -360,7 +363,7 @@ def _loads(found: Comparison) -> Iterator[Suspect]:
 # --- rows --------------------------------------------------------------------------------------------
 
 
-def _fragmentation(found: Comparison) -> Iterator[Suspect]:
+def _fragmentation(found: TwoTimes) -> Iterator[Suspect]:
     sides = found.baseline, found.window
     masks = tuple(side.samples.batch_rows > 0 for side in sides)
     if min(int(mask.sum()) for mask in masks) < LEAST_REQUESTS:
@@ -375,7 +378,7 @@ def _fragmentation(found: Comparison) -> Iterator[Suspect]:
     if spread[1] < LEAST_GROWTH * spread[0] or rates[1] > LEAST_ARRIVALS * rates[0]:
         return
     values = found.window.parts.total
-    for part in (Part.BATCH_WAIT, Part.ROWS, Part.NETWORK):
+    for part in (Spent.BATCH_WAIT, Spent.ROWS, Spent.NETWORK):
         usual_s, now_s = found.part_means(part)
         if now_s > usual_s:
             values = values - np.where(masks[1], found.window.parts[part] * (1 - usual_s / now_s), 0.0)

@@ -12,11 +12,11 @@ import pytest
 from msgspec import structs
 
 from services.controlplane.diagnosis.policy import diagnose as diagnosis
-from services.controlplane.diagnosis.policy.comparison import Comparison, compare
+from services.controlplane.diagnosis.policy.comparison import TwoTimes, compare
 from services.controlplane.diagnosis.policy.diagnose import (
     Diagnosis,
+    DiagnosisVerdict,
     Evidence,
-    Verdict,
     change_in,
     diagnose,
 )
@@ -24,7 +24,7 @@ from services.controlplane.diagnosis.policy.quantiles import allocated, change_p
 from services.controlplane.diagnosis.policy.samples import (
     FleetMoment,
     Metric,
-    Samples,
+    RequestTable,
     fit_prices,
     parts_of,
     samples_of,
@@ -108,7 +108,7 @@ def test_a_planted_cause_is_named_first(name: str) -> None:
     found = diagnosed(name, 1, metric)
     assert [(one.kind, one.subject) for one in found.causes][:1] == [(kind, subject)], found.tree
     cause = found.causes[0]
-    assert found.verdict is Verdict.CAUSE_FOUND
+    assert found.verdict is DiagnosisVerdict.CAUSE_FOUND
     assert cause.score > 0.3
     assert cause.evidence
     assert cause.next
@@ -120,7 +120,7 @@ def test_a_planted_cause_is_named_first(name: str) -> None:
 def test_a_quiet_window_accuses_nobody(name: str, seed: int) -> None:
     found = diagnosed(name, seed, QUIET[name][0])
     assert found.causes == ()
-    assert found.verdict is Verdict.NO_CAUSE_FOUND
+    assert found.verdict is DiagnosisVerdict.NO_CAUSE_FOUND
 
 
 def test_a_bad_window_split_at_random_accuses_nobody() -> None:
@@ -169,7 +169,7 @@ def test_loaded_hosts_are_no_slow_store() -> None:
 
     window = [loaded(one) for one in window_of("nothing-ttft", 1)]
     found = diagnose(evidence(usual(1), BASELINE_S), evidence(window, WINDOW_S))
-    assert found.verdict is Verdict.NO_CAUSE_FOUND
+    assert found.verdict is DiagnosisVerdict.NO_CAUSE_FOUND
     assert found.window_s > 2 * found.baseline_s
 
 
@@ -197,7 +197,7 @@ def test_a_certain_rise_that_is_small_is_not_diagnosed() -> None:
 def test_many_suspects_share_one_chance_of_a_false_accusation(
     chance: float, accused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one_suspect(found: Comparison) -> Iterator[Suspect]:
+    def one_suspect(found: TwoTimes) -> Iterator[Suspect]:
         nothing = np.zeros(len(found.window.samples))
         weights = found.window.samples.weight
         yield Suspect(CauseKind.SLOW_WORKER, "worker-9", nothing, weights, chance, (), (nothing, nothing))
@@ -239,7 +239,7 @@ def test_a_slow_worker_in_the_baseline_does_not_shift_the_prices() -> None:
 def test_too_few_requests_are_said(requests: int) -> None:
     window = evidence(window_of("prompts", 1)[:requests], WINDOW_S)
     found = diagnose(evidence(usual(1), BASELINE_S), window)
-    assert found.verdict is Verdict.NOT_ENOUGH_TRAFFIC
+    assert found.verdict is DiagnosisVerdict.NOT_ENOUGH_TRAFFIC
     assert found.message.startswith(f"the window has {requests} sampled requests")
     empty = diagnose(window, evidence(usual(1), BASELINE_S), model="chat")
     assert empty.message.startswith(f"the baseline has {requests} sampled requests of chat")
@@ -282,7 +282,7 @@ def test_the_change_point_is_where_a_series_changes() -> None:
     assert change_point(np.ones(3)) == (0, 1.0)
 
 
-def _joined(*parts: Sequence[FinishedRequest]) -> Samples:
+def _joined(*parts: Sequence[FinishedRequest]) -> RequestTable:
     return samples_of([one for part in parts for one in part], ZONES)
 
 

@@ -13,13 +13,13 @@ from services.controlplane.diagnosis.store import SampleStore
 from services.core.arms import SliReport
 from services.core.errors import FailedPrecondition, NotFound
 from services.core.estimates.finished import FinishedRequest
-from services.core.generation import RunFacts, StageClock, StepSums, Usage
+from services.core.generation import RunFacts, StageClock, StepTotals, Usage
 from services.core.records import LoadedVersion, Priority, VersionState, Worker
 from tests.support.clocks import HandClock
 from tests.support.memory_ledger import MemoryLedger
 
 NOW_S = 1_700_000_040.0  # begins no minute
-RUN = RunFacts("worker-0", before=StepSums(1, 2, 3, 4, 5), log_us=7)
+RUN = RunFacts("worker-0", before=StepTotals(1, 2, 3, 4, 5), log_us=7)
 
 
 def request(number: int, ended_s: float, *, model: str = "chat", weight: float = 1.0) -> FinishedRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.core.generation import StepSums
+from services.core.generation import StepTotals
 from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
 
@@ -21,8 +21,8 @@ def test_steps_before_and_after_the_first_token_are_apart(bench: Bench) -> None:
     bench.stepped({1: B}, step_s=0.01, finished={1: "length"})
     reader.read()
     run = reader.ends[1].run
-    assert run.before == StepSums(2, 50_000, 116, 0, 1)
-    assert run.after == StepSums(2, 20_000, 7, 2, 2)
+    assert run.before == StepTotals(2, 50_000, 116, 0, 1)
+    assert run.after == StepTotals(2, 20_000, 7, 2, 2)
     assert (run.blocked_us, run.returning_us, run.preemptions) == (0, 0, 0)
 
 
@@ -34,7 +34,7 @@ def test_a_sequence_without_a_token_has_only_steps_before(bench: Bench) -> None:
     bench.table.sweep(bench.clock.now_s)
     reader.read()
     run = reader.ends[1].run
-    assert (run.before.steps, run.after) == (1, StepSums())
+    assert (run.before.steps, run.after) == (1, StepTotals())
     assert run.prefill_us == 0
 
 
