@@ -82,6 +82,7 @@ def test_an_answer_for_another_browser_signs_nobody_in(person: Browser, provider
     assert other.get("/").status_code == 303
     begun(other)
     assert other.get(back).status_code == 401
+    assert "/token" not in provider.requests, "the code is not even redeemed"
     assert len(person.parts.sign_ins) == 0
 
 
