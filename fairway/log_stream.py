@@ -12,6 +12,7 @@ import os
 import select
 import stat
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, TextIO
 
@@ -28,7 +29,7 @@ def lost_notice(lines: int) -> str:
 class LogStream(io.TextIOBase):
     """A text stream on a descriptor, for ``sys.stderr``.
 
-    ``lost`` counts dropped lines; ``notice`` precedes the next line that is written. Thread-safe. Never
+    ``lost`` counts dropped lines, ``spent_s`` the time in writes; ``notice`` precedes the next line that is written. Thread-safe. Never
     closes the descriptor.
     """
 
@@ -54,6 +55,7 @@ class LogStream(io.TextIOBase):
         self._torn = False  # a line was written in part
         self._piecewise = False
         self.lost = 0
+        self.spent_s = 0.0
         with contextlib.suppress(OSError):
             if descriptor is not None and not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 self._piecewise = True
@@ -68,6 +70,7 @@ class LogStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write as much of ``text`` as possible without blocking."""
+        began_s = time.monotonic()
         with self._lock:
             head = "\n" if self._torn else ""
             if self._unreported:
@@ -81,6 +84,7 @@ class LogStream(io.TextIOBase):
                 lines = text.count("\n")
                 self.lost += lines
                 self._unreported += lines
+            self.spent_s += time.monotonic() - began_s
         return len(text)
 
     def flush(self) -> None:

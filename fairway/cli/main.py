@@ -22,6 +22,7 @@ from fairway.cli.commands import (
     capacity,
     certs,
     deployments,
+    diagnose,
     engines,
     events,
     lifecycle,
@@ -114,6 +115,7 @@ app.add_typer(reliability.requests, name="requests")
 placements.add_queue(app)
 usage.add(app)
 reliability.add_slis(app)
+diagnose.add_diagnose(app)
 placements.add(app)
 events.add(app)
 login.add(app)

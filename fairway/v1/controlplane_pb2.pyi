@@ -5392,6 +5392,454 @@ class ListFinishedRequestsResponse(_message.Message):
 Global___ListFinishedRequestsResponse: _TypeAlias = ListFinishedRequestsResponse  # noqa: Y015
 
 @_typing.final
+class DiagnoseLatencyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    QUANTILE_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Only of this deployment; empty: of the one whose latency rose most certainly."""
+    metric: _builtins.str
+    """"ttft", "itl" or "total"; empty: ttft."""
+    quantile: _builtins.float
+    """0: 0.95."""
+    baseline: _builtins.str
+    """Name of a saved baseline; empty or "auto": the time before the window, else the same hours of days before."""
+    samples: _builtins.bool
+    """The answer has the sampled requests too."""
+    tenant: _builtins.str
+    """Only of this tenant."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: the latest change of the last hour."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: now."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        metric: _builtins.str = ...,
+        quantile: _builtins.float = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        baseline: _builtins.str = ...,
+        samples: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "end_time", b"end_time", "metric", b"metric", "model", b"model", "quantile", b"quantile", "samples", b"samples", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseLatencyRequest: _TypeAlias = DiagnoseLatencyRequest  # noqa: Y015
+
+@_typing.final
+class DiagnosedSpan(_message.Message):
+    """A time, the requests that ended in it, and how many of them were sampled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    samples: _builtins.int
+    @_builtins.property
+    def to(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        to: _timestamp_pb2.Timestamp | None = ...,
+        requests: _builtins.int = ...,
+        samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "to", b"to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "requests", b"requests", "samples", b"samples", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnosedSpan: _TypeAlias = DiagnosedSpan  # noqa: Y015
+
+@_typing.final
+class DiagnosedStage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    BASELINE_S_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    stage: _builtins.str
+    """A stage of StageClock."""
+    baseline_s: _builtins.float
+    """What it contributes to the quantile in both times."""
+    window_s: _builtins.float
+    share: _builtins.float
+    """Of the change of the quantile; the shares sum to 1."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.str = ...,
+        baseline_s: _builtins.float = ...,
+        window_s: _builtins.float = ...,
+        share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline_s", b"baseline_s", "share", b"share", "stage", b"stage", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnosedStage: _TypeAlias = DiagnosedStage  # noqa: Y015
+
+@_typing.final
+class DiagnosedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPTH_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    depth: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        depth: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnosedStep: _TypeAlias = DiagnosedStep  # noqa: Y015
+
+@_typing.final
+class DiagnosedCause(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    SHARE_S_FIELD_NUMBER: _builtins.int
+    COUNTERFACTUAL_S_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """CauseKind in services/controlplane/diagnosis/policy/suspects.py."""
+    subject: _builtins.str
+    """Tenant, worker, version, zone, class, deployment or process."""
+    score: _builtins.float
+    """0 to 1: the part of the change that it explains, less for weak evidence."""
+    share_s: _builtins.float
+    counterfactual_s: _builtins.float
+    """The quantile of the window without it."""
+    next: _builtins.str
+    """The next command."""
+    @_builtins.property
+    def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        score: _builtins.float = ...,
+        share_s: _builtins.float = ...,
+        counterfactual_s: _builtins.float = ...,
+        evidence: _abc.Iterable[_builtins.str] | None = ...,
+        next: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counterfactual_s", b"counterfactual_s", "evidence", b"evidence", "kind", b"kind", "next", b"next", "score", b"score", "share_s", b"share_s", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnosedCause: _TypeAlias = DiagnosedCause  # noqa: Y015
+
+@_typing.final
+class FleetMoment(_message.Message):
+    """What the leading control plane observed of the workers at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ReadyEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ZonesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    UNIX_S_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    ZONES_FIELD_NUMBER: _builtins.int
+    unix_s: _builtins.float
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that fetched or loaded a version."""
+
+    @_builtins.property
+    def ready(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Ready replicas, by deployment."""
+
+    @_builtins.property
+    def zones(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Zone of each worker."""
+
+    def __init__(
+        self,
+        *,
+        unix_s: _builtins.float = ...,
+        loading: _abc.Iterable[_builtins.str] | None = ...,
+        ready: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        zones: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "ready", b"ready", "unix_s", b"unix_s", "zones", b"zones"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetMoment: _TypeAlias = FleetMoment  # noqa: Y015
+
+@_typing.final
+class RequestSamples(_message.Message):
+    """The sampled requests of a time; stored by the leading control plane as it is sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    MOMENTS_FIELD_NUMBER: _builtins.int
+    FROM_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    INSTALLATION_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    installation: _builtins.str
+    """The installation, and the device types of its workers."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[_slis_pb2.FinishedRequest]: ...
+    @_builtins.property
+    def moments(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMoment]: ...
+    @_builtins.property
+    def to(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[_slis_pb2.FinishedRequest] | None = ...,
+        moments: _abc.Iterable[Global___FleetMoment] | None = ...,
+        to: _timestamp_pb2.Timestamp | None = ...,
+        installation: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "to", b"to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "from", b"from", "installation", b"installation", "moments", b"moments", "requests", b"requests", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestSamples: _TypeAlias = RequestSamples  # noqa: Y015
+
+@_typing.final
+class DiagnoseLatencyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DiagnosedQuantiles(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        BASELINE_S_FIELD_NUMBER: _builtins.int
+        WINDOW_S_FIELD_NUMBER: _builtins.int
+        baseline_s: _builtins.float
+        window_s: _builtins.float
+        def __init__(
+            self,
+            *,
+            baseline_s: _builtins.float = ...,
+            window_s: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline_s", b"baseline_s", "window_s", b"window_s"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    QUANTILE_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    BASELINE_FIELD_NUMBER: _builtins.int
+    QUANTILES_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    CAUSES_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    STEP_PRICES_FIELD_NUMBER: _builtins.int
+    WINDOW_SAMPLES_FIELD_NUMBER: _builtins.int
+    BASELINE_SAMPLES_FIELD_NUMBER: _builtins.int
+    verdict: _builtins.str
+    """Verdict in services/controlplane/diagnosis/policy/diagnose.py."""
+    message: _builtins.str
+    model: _builtins.str
+    metric: _builtins.str
+    quantile: _builtins.float
+    @_builtins.property
+    def window(self) -> Global___DiagnosedSpan: ...
+    @_builtins.property
+    def baseline(self) -> Global___DiagnosedSpan: ...
+    @_builtins.property
+    def quantiles(self) -> Global___DiagnoseLatencyResponse.DiagnosedQuantiles: ...
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiagnosedStage]: ...
+    @_builtins.property
+    def tree(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiagnosedStep]:
+        """The steps that were walked."""
+
+    @_builtins.property
+    def causes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiagnosedCause]:
+        """The most likely one first."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What limits the answer: gaps in the reports, clocks that differ."""
+
+    @_builtins.property
+    def step_prices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Seconds per step, prompt token, decoded token and token read by decodes, in the baseline."""
+
+    @_builtins.property
+    def window_samples(self) -> Global___RequestSamples:
+        """Where they were requested."""
+
+    @_builtins.property
+    def baseline_samples(self) -> Global___RequestSamples: ...
+    def __init__(
+        self,
+        *,
+        verdict: _builtins.str = ...,
+        message: _builtins.str = ...,
+        model: _builtins.str = ...,
+        metric: _builtins.str = ...,
+        quantile: _builtins.float = ...,
+        window: Global___DiagnosedSpan | None = ...,
+        baseline: Global___DiagnosedSpan | None = ...,
+        quantiles: Global___DiagnoseLatencyResponse.DiagnosedQuantiles | None = ...,
+        stages: _abc.Iterable[Global___DiagnosedStage] | None = ...,
+        tree: _abc.Iterable[Global___DiagnosedStep] | None = ...,
+        causes: _abc.Iterable[Global___DiagnosedCause] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        step_prices: _abc.Iterable[_builtins.float] | None = ...,
+        window_samples: Global___RequestSamples | None = ...,
+        baseline_samples: Global___RequestSamples | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "baseline_samples", b"baseline_samples", "quantiles", b"quantiles", "window", b"window", "window_samples", b"window_samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline", "baseline_samples", b"baseline_samples", "causes", b"causes", "message", b"message", "metric", b"metric", "model", b"model", "notes", b"notes", "quantile", b"quantile", "quantiles", b"quantiles", "stages", b"stages", "step_prices", b"step_prices", "tree", b"tree", "verdict", b"verdict", "window", b"window", "window_samples", b"window_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseLatencyResponse: _TypeAlias = DiagnoseLatencyResponse  # noqa: Y015
+
+@_typing.final
+class SaveLatencyBaselineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: an hour before the end."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Default: now."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "name", b"name", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveLatencyBaselineRequest: _TypeAlias = SaveLatencyBaselineRequest  # noqa: Y015
+
+@_typing.final
+class SaveLatencyBaselineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASELINE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def baseline(self) -> Global___DiagnosedSpan: ...
+    def __init__(
+        self,
+        *,
+        baseline: Global___DiagnosedSpan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["baseline", b"baseline"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveLatencyBaselineResponse: _TypeAlias = SaveLatencyBaselineResponse  # noqa: Y015
+
+@_typing.final
 class ListUsageRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

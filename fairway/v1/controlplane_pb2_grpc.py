@@ -334,6 +334,16 @@ class ControlPlaneServiceStub:
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.SerializeToString,
                 response_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.FromString,
                 _registered_method=True)
+        self.DiagnoseLatency = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/DiagnoseLatency',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyResponse.FromString,
+                _registered_method=True)
+        self.SaveLatencyBaseline = channel.unary_unary(
+                '/fairway.v1.ControlPlaneService/SaveLatencyBaseline',
+                request_serializer=fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineRequest.SerializeToString,
+                response_deserializer=fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineResponse.FromString,
+                _registered_method=True)
         self.ListUsage = channel.unary_unary(
                 '/fairway.v1.ControlPlaneService/ListUsage',
                 request_serializer=fairway_dot_v1_dot_controlplane__pb2.ListUsageRequest.SerializeToString,
@@ -741,6 +751,20 @@ class ControlPlaneServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DiagnoseLatency(self, request, context):
+        """Why a quantile of latency rose: a window compared with a baseline. NO_LEADER while no control plane leads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveLatencyBaseline(self, request, context):
+        """Keep the requests of a time as a baseline; one of the same name is replaced. NO_LEADER as above.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListUsage(self, request, context):
         """What was used and what it cost. NO_LEADER while no control plane leads.
         """
@@ -1071,6 +1095,16 @@ def add_ControlPlaneServiceServicer_to_server(servicer, server):
                     servicer.ListFinishedRequests,
                     request_deserializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.FromString,
                     response_serializer=fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.SerializeToString,
+            ),
+            'DiagnoseLatency': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiagnoseLatency,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyResponse.SerializeToString,
+            ),
+            'SaveLatencyBaseline': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveLatencyBaseline,
+                    request_deserializer=fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineRequest.FromString,
+                    response_serializer=fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineResponse.SerializeToString,
             ),
             'ListUsage': grpc.unary_unary_rpc_method_handler(
                     servicer.ListUsage,
@@ -2713,6 +2747,60 @@ class ControlPlaneService:
             '/fairway.v1.ControlPlaneService/ListFinishedRequests',
             fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsRequest.SerializeToString,
             fairway_dot_v1_dot_controlplane__pb2.ListFinishedRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiagnoseLatency(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/DiagnoseLatency',
+            fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.DiagnoseLatencyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveLatencyBaseline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fairway.v1.ControlPlaneService/SaveLatencyBaseline',
+            fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineRequest.SerializeToString,
+            fairway_dot_v1_dot_controlplane__pb2.SaveLatencyBaselineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -115,6 +115,10 @@ class ControlPlaneServiceStub:
     """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
     ListFinishedRequests: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListFinishedRequestsRequest, _controlplane_pb2.ListFinishedRequestsResponse]
     """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
+    DiagnoseLatency: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.DiagnoseLatencyRequest, _controlplane_pb2.DiagnoseLatencyResponse]
+    """Why a quantile of latency rose: a window compared with a baseline. NO_LEADER while no control plane leads."""
+    SaveLatencyBaseline: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.SaveLatencyBaselineRequest, _controlplane_pb2.SaveLatencyBaselineResponse]
+    """Keep the requests of a time as a baseline; one of the same name is replaced. NO_LEADER as above."""
     ListUsage: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _grpc.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]
@@ -211,6 +215,10 @@ class ControlPlaneServiceAsyncStub(ControlPlaneServiceStub):
     """What gateways measured of the requests of the last hour. NO_LEADER while no control plane leads."""
     ListFinishedRequests: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListFinishedRequestsRequest, _controlplane_pb2.ListFinishedRequestsResponse]  # type: ignore[assignment]
     """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
+    DiagnoseLatency: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.DiagnoseLatencyRequest, _controlplane_pb2.DiagnoseLatencyResponse]  # type: ignore[assignment]
+    """Why a quantile of latency rose: a window compared with a baseline. NO_LEADER while no control plane leads."""
+    SaveLatencyBaseline: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.SaveLatencyBaselineRequest, _controlplane_pb2.SaveLatencyBaselineResponse]  # type: ignore[assignment]
+    """Keep the requests of a time as a baseline; one of the same name is replaced. NO_LEADER as above."""
     ListUsage: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListUsageRequest, _controlplane_pb2.ListUsageResponse]  # type: ignore[assignment]
     """What was used and what it cost. NO_LEADER while no control plane leads."""
     ListAuditEvents: _aio.UnaryUnaryMultiCallable[_controlplane_pb2.ListAuditEventsRequest, _controlplane_pb2.ListAuditEventsResponse]  # type: ignore[assignment]
@@ -664,6 +672,22 @@ class ControlPlaneServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controlplane_pb2.ListFinishedRequestsResponse, _abc.Awaitable[_controlplane_pb2.ListFinishedRequestsResponse]]:
         """The slowest and the failed of the requests that ended lately. NO_LEADER while no control plane leads."""
+
+    @_abc_1.abstractmethod
+    def DiagnoseLatency(
+        self,
+        request: _controlplane_pb2.DiagnoseLatencyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.DiagnoseLatencyResponse, _abc.Awaitable[_controlplane_pb2.DiagnoseLatencyResponse]]:
+        """Why a quantile of latency rose: a window compared with a baseline. NO_LEADER while no control plane leads."""
+
+    @_abc_1.abstractmethod
+    def SaveLatencyBaseline(
+        self,
+        request: _controlplane_pb2.SaveLatencyBaselineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controlplane_pb2.SaveLatencyBaselineResponse, _abc.Awaitable[_controlplane_pb2.SaveLatencyBaselineResponse]]:
+        """Keep the requests of a time as a baseline; one of the same name is replaced. NO_LEADER as above."""
 
     @_abc_1.abstractmethod
     def ListUsage(

@@ -249,6 +249,104 @@ class TrafficShape(_message.Message):
 Global___TrafficShape: _TypeAlias = TrafficShape  # noqa: Y015
 
 @_typing.final
+class StepSums(_message.Message):
+    """Engine steps of an interval and the work of all sequences in them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    step_us: _builtins.int
+    prefill_tokens: _builtins.int
+    decode_tokens: _builtins.int
+    attended_tokens: _builtins.int
+    """Tokens of KV that the decodes read."""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        attended_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attended_tokens", b"attended_tokens", "decode_tokens", b"decode_tokens", "prefill_tokens", b"prefill_tokens", "step_us", b"step_us", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSums: _TypeAlias = StepSums  # noqa: Y015
+
+@_typing.final
+class RunFacts(_message.Message):
+    """RunFacts in services/core/generation.py."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    BLOCKED_US_FIELD_NUMBER: _builtins.int
+    RETURNING_US_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    LOG_US_FIELD_NUMBER: _builtins.int
+    BATCH_WAIT_US_FIELD_NUMBER: _builtins.int
+    BATCH_ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_WIDTH_FIELD_NUMBER: _builtins.int
+    ROW_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    prefill_us: _builtins.int
+    """First prefill step until the first token left the engine."""
+    blocked_us: _builtins.int
+    """Time without credit, for want of a reader."""
+    returning_us: _builtins.int
+    """Time with credit and without a slot."""
+    preemptions: _builtins.int
+    """How often it lost its slot or its KV to others."""
+    log_us: _builtins.int
+    """Time in which the gateway wrote its log."""
+    batch_wait_us: _builtins.int
+    """Of rows: the longest wait for a batch, rows and padded width of that batch, and tokens of the longest row."""
+    batch_rows: _builtins.int
+    batch_width: _builtins.int
+    row_tokens: _builtins.int
+    @_builtins.property
+    def before(self) -> Global___StepSums:
+        """Steps from the acceptance until the first token, and from then until the end."""
+
+    @_builtins.property
+    def after(self) -> Global___StepSums: ...
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        prefill_us: _builtins.int = ...,
+        before: Global___StepSums | None = ...,
+        after: Global___StepSums | None = ...,
+        blocked_us: _builtins.int = ...,
+        returning_us: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        log_us: _builtins.int = ...,
+        batch_wait_us: _builtins.int = ...,
+        batch_rows: _builtins.int = ...,
+        batch_width: _builtins.int = ...,
+        row_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "batch_rows", b"batch_rows", "batch_wait_us", b"batch_wait_us", "batch_width", b"batch_width", "before", b"before", "blocked_us", b"blocked_us", "log_us", b"log_us", "preemptions", b"preemptions", "prefill_us", b"prefill_us", "returning_us", b"returning_us", "row_tokens", b"row_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunFacts: _TypeAlias = RunFacts  # noqa: Y015
+
+@_typing.final
 class FinishedRequest(_message.Message):
     """A request that has ended: no text of it, and nothing of its client but the tenant."""
 
@@ -266,6 +364,10 @@ class FinishedRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     face: _builtins.str
     tenant: _builtins.str
@@ -280,10 +382,17 @@ class FinishedRequest(_message.Message):
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     output_tokens: _builtins.int
+    zone: _builtins.str
+    """Zone and name of the gateway."""
+    gateway: _builtins.str
+    weight: _builtins.float
+    """Of a sample: how many requests it stands for. 0: not drawn."""
     @_builtins.property
     def stages_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The stages of StageClock, in their order."""
 
+    @_builtins.property
+    def run(self) -> Global___RunFacts: ...
     def __init__(
         self,
         *,
@@ -299,10 +408,14 @@ class FinishedRequest(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        zone: _builtins.str = ...,
+        gateway: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        run: Global___RunFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "face", b"face", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "received_unix_us", b"received_unix_us", "request_id", b"request_id", "stages_us", b"stages_us", "tenant", b"tenant", "version_digest", b"version_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "face", b"face", "gateway", b"gateway", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "received_unix_us", b"received_unix_us", "request_id", b"request_id", "run", b"run", "stages_us", b"stages_us", "tenant", b"tenant", "version_digest", b"version_digest", "weight", b"weight", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,6 +430,7 @@ class SliDelta(_message.Message):
     CLUSTERS_FIELD_NUMBER: _builtins.int
     SHAPES_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
     cut_unix_ms: _builtins.int
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliSeries]: ...
@@ -328,6 +442,10 @@ class SliDelta(_message.Message):
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedRequest]:
         """The slowest and the failed ones."""
 
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___FinishedRequest]:
+        """Drawn uniformly from all of each model."""
+
     def __init__(
         self,
         *,
@@ -336,10 +454,11 @@ class SliDelta(_message.Message):
         clusters: _abc.Iterable[Global___SliCluster] | None = ...,
         shapes: _abc.Iterable[Global___TrafficShape] | None = ...,
         requests: _abc.Iterable[Global___FinishedRequest] | None = ...,
+        sampled: _abc.Iterable[Global___FinishedRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "requests", b"requests", "series", b"series", "shapes", b"shapes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clusters", b"clusters", "cut_unix_ms", b"cut_unix_ms", "requests", b"requests", "sampled", b"sampled", "series", b"series", "shapes", b"shapes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ A worker as gateways and operators see it."""
 from collections import abc as _abc
 from fairway.v1 import common_pb2 as _common_pb2
 from fairway.v1 import scheduler_pb2 as _scheduler_pb2
+from fairway.v1 import slis_pb2 as _slis_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
@@ -666,6 +667,7 @@ class SequenceFinished(_message.Message):
     LOSS_CAUSE_FIELD_NUMBER: _builtins.int
     STEP_ROLE_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop: _builtins.str
@@ -687,6 +689,8 @@ class SequenceFinished(_message.Message):
     step_role: Global___StepRole.ValueType
     embedding: _builtins.bytes
     """Of a sequence that embeds: 32-bit little-endian floats."""
+    @_builtins.property
+    def run(self) -> _slis_pb2.RunFacts: ...
     def __init__(
         self,
         *,
@@ -703,10 +707,11 @@ class SequenceFinished(_message.Message):
         loss_cause: Global___LossCause.ValueType = ...,
         step_role: Global___StepRole.ValueType = ...,
         embedding: _builtins.bytes = ...,
+        run: _slis_pb2.RunFacts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "embedding", b"embedding", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "loss_cause", b"loss_cause", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "step_role", b"step_role", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "device_us", b"device_us", "embedding", b"embedding", "engine_wait_us", b"engine_wait_us", "error_message", b"error_message", "error_reason", b"error_reason", "handle", b"handle", "loss_cause", b"loss_cause", "output_tokens", b"output_tokens", "prefill_us", b"prefill_us", "reason", b"reason", "run", b"run", "step_role", b"step_role", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,7 @@ class Environment:
         """Raises ConfigError for a secret that cannot be read."""
         self.settings = settings
         self.role = role
+        self.log_stream = log_stream
         self.clock = SystemClock()
         self.ids = Ids()
         self.rng = Random(self.ids.seed())

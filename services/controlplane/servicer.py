@@ -97,6 +97,18 @@ class ScalingPages(Protocol):
     async def page(self, request: pb.ListScalingRequest, *, forwarded: bool) -> pb.ListScalingResponse: ...
 
 
+class DiagnosedLatencies(Protocol):
+    """``diagnosis.listing.Diagnoses``."""
+
+    async def diagnose(
+        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool
+    ) -> pb.DiagnoseLatencyResponse: ...
+
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool
+    ) -> pb.SaveLatencyBaselineResponse: ...
+
+
 class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     def __init__(
         self,
@@ -106,6 +118,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         usage: UsagePages,
         slis: SliPages,
         scaling: ScalingPages,
+        diagnoses: DiagnosedLatencies,
         *,
         audit: AuditReader,
         require_current: Callable[[Principal], None],
@@ -120,6 +133,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self._usage = usage
         self._slis = slis
         self._scaling = scaling
+        self._diagnoses = diagnoses
         self._audit = audit
         self._require_current = require_current
 
@@ -484,6 +498,20 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.ListFinishedRequestsRequest, context: Context
     ) -> pb.ListFinishedRequestsResponse:
         return await self._slis.finished(request, forwarded=not caller())
+
+    async def DiagnoseLatency(
+        self, request: pb.DiagnoseLatencyRequest, context: Context
+    ) -> pb.DiagnoseLatencyResponse:
+        if tenant := caller_tenant():
+            if request.tenant not in ("", tenant):
+                return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
+            request.tenant = tenant
+        return await self._diagnoses.diagnose(request, forwarded=not caller())
+
+    async def SaveLatencyBaseline(
+        self, request: pb.SaveLatencyBaselineRequest, context: Context
+    ) -> pb.SaveLatencyBaselineResponse:
+        return await self._diagnoses.save_baseline(request, forwarded=not caller())
 
     async def ListAuditEvents(
         self, request: pb.ListAuditEventsRequest, context: Context

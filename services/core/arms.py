@@ -168,3 +168,4 @@ class SliReport:
     windows: Mapping[GateWindow, Mapping[str, ArmWindow]]
     shapes: Mapping[str, TrafficShapes] = field(default_factory=dict)
     requests: Sequence[FinishedRequest] = ()  # the slowest and the failed ones
+    sampled: Sequence[FinishedRequest] = ()  # drawn uniformly from all of each model

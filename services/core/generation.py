@@ -291,6 +291,49 @@ class TokenLogprobs:
     top_bytes: tuple[bytes, ...] = ()  # the same for each of top_ids; none: all are those of the texts
 
 
+class StepSums(Struct, frozen=True, gc=False):
+    """Engine steps of an interval and the work of all sequences in them."""
+
+    steps: int = 0
+    step_us: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    attended_tokens: int = 0  # tokens of KV that the decodes read
+
+    def since(self, earlier: StepSums) -> StepSums:
+        """Return what was added after ``earlier``, which is of the same engine."""
+        return StepSums(
+            self.steps - earlier.steps,
+            self.step_us - earlier.step_us,
+            self.prefill_tokens - earlier.prefill_tokens,
+            self.decode_tokens - earlier.decode_tokens,
+            self.attended_tokens - earlier.attended_tokens,
+        )
+
+
+NO_STEPS: Final = StepSums()
+
+
+class RunFacts(Struct, frozen=True, gc=False):
+    """How a sequence, or the rows of a request, fared on the worker that ended it. 0: unknown, or none."""
+
+    worker_id: str = ""
+    prefill_us: int = 0  # time from its first prefill step until its first token left the engine
+    before: StepSums = NO_STEPS  # steps from its acceptance until its first token
+    after: StepSums = NO_STEPS  # steps from then until its end
+    blocked_us: int = 0  # time without credit, for want of a reader
+    returning_us: int = 0  # time with credit and without a slot, which others had
+    preemptions: int = 0  # how often it lost its slot or its KV to others
+    log_us: int = 0  # time in which its gateway wrote its log
+    batch_wait_us: int = 0  # of rows: the longest wait for a batch
+    batch_rows: int = 0  # rows of that batch
+    batch_width: int = 0  # tokens to which that batch was padded
+    row_tokens: int = 0  # tokens of the longest row
+
+
+NO_RUN: Final = RunFacts()
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
     """How a sequence ended on a worker. ``output_tokens`` includes those of earlier runs."""
@@ -308,6 +351,7 @@ class SequenceEnd:
     loss_cause: LossCause = LossCause.OUTSIDE
     step_role: StepRole = StepRole.NONE
     embedding: bytes = b""  # hidden state of a sequence that embeds, as 32-bit little-endian floats
+    run: RunFacts = NO_RUN  # facts of its steps
 
 
 @dataclass(frozen=True, slots=True)

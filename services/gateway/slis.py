@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from random import Random
 from typing import Final, Protocol
 
 import structlog
@@ -31,7 +32,7 @@ from services.core.arms import (
     session_hash,
 )
 from services.core.errors import FairwayError, is_final
-from services.core.estimates.finished import NotableRequests
+from services.core.estimates.finished import FinishedRequest, NotableRequests, RequestSample
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
 from services.core.faults import Fault, fault_of
@@ -204,13 +205,25 @@ class RequestCounts(Struct, frozen=True, gc=False):
 class SliRecorder:
     """The sums since the last cut. The event loop is the only writer."""
 
-    def __init__(self, metrics: Metrics | None = None, *, zone: str = "") -> None:
+    def __init__(
+        self,
+        metrics: Metrics | None = None,
+        *,
+        zone: str = "",
+        gateway: str = "",
+        rng: Random | None = None,
+        log_s: Callable[[], float] = float,
+    ) -> None:
+        """``rng`` draws the sample; ``log_s`` returns how long this process has written its log."""
         metrics = metrics if metrics is not None else Metrics()
         self.zone = zone
+        self.gateway = gateway
+        self.log_s = log_s
         self._series: dict[SliKey, SliSums] = {}
         self._windows: dict[tuple[GateWindow, str], defaultdict[int, SliSums]] = {}
         self._shapes: defaultdict[str, TrafficShapes] = defaultdict(TrafficShapes)
-        self.requests: Final = NotableRequests()
+        self._notable = NotableRequests()
+        self._sample = RequestSample(rng if rng is not None else Random(0))
         self._cells: dict[SliKey, _Cells] = {}
         self._models, self._tenants = metrics.models, metrics.tenants
         self._versions = LabelCap(_MAX_VERSIONS)
@@ -258,6 +271,11 @@ class SliRecorder:
             if arm is not None:
                 counts.add_to(arm[cluster_of(subject.session)], subject, end.latencies)
 
+    def note(self, request: FinishedRequest) -> None:
+        """Keep a request that ended, if it is notable or drawn for the sample."""
+        self._notable.add(request)
+        self._sample.add(request)
+
     def screened(self, subject: SliSubject, end: ScreenEnd) -> None:
         """Count what a safety pack did to a request. ``subject`` names the pack's deployment and version."""
         counts, latencies = end.counted(), RequestLatencies()
@@ -270,13 +288,13 @@ class SliRecorder:
 
     def cut(self, unix_s: float) -> SliReport | None:
         """Return what was counted since the last cut, None for nothing."""
-        requests = self.requests.cut()
-        if not self._series and not self._windows and not requests:
+        requests, sampled = self._notable.cut(), self._sample.cut()
+        if not self._series and not self._windows and not sampled:
             return None
         windows: dict[GateWindow, dict[str, ArmWindow]] = {}
         for (window, digest), clusters in self._windows.items():
             windows.setdefault(window, {})[digest] = ArmWindow(clusters)
-        report = SliReport(unix_s, self._series, windows, self._shapes, requests)
+        report = SliReport(unix_s, self._series, windows, self._shapes, requests, sampled)
         self._series, self._windows, self._shapes = {}, {}, defaultdict(TrafficShapes)
         return report
 
@@ -435,7 +453,7 @@ class SliReporter:
                 if not is_final(error) or not batch:
                     raise
                 if at_once == 1:
-                    if not (batch[0].series or batch[0].windows or batch[0].shapes or batch[0].requests):
+                    if not (batch[0].series or batch[0].windows or batch[0].shapes or batch[0].sampled):
                         raise  # the leader refuses whatever is sent, so the next period tries again
                     log.error("slis.report_refused", number=begin, reason=error.reason, error=error.message)
                     self._kept[at] = SliReport(batch[0].cut_unix_s, {}, {})  # an empty one has its number

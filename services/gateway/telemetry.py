@@ -19,7 +19,7 @@ from services.core.errors import FairwayError, QueueFull
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.traffic_shapes import RequestShape
 from services.core.faults import fault_of
-from services.core.generation import NO_USAGE, GenerationSpec, StageClock, Usage
+from services.core.generation import NO_RUN, NO_USAGE, GenerationSpec, RunFacts, StageClock, Usage
 from services.core.records import Priority
 from services.core.rollouts.routes import SHADOW_TENANT
 from services.gateway.catalog import Route
@@ -216,8 +216,8 @@ class RequestTelemetry:
     """One request, from its receipt to its one end."""
 
     __slots__ = (
-        "_owner", "_subject", "_trace", "changes", "fallback", "latencies", "model", "model_label",
-        "received", "tenant", "tenant_label", "usage",
+        "_log_s", "_owner", "_subject", "_trace", "changes", "fallback", "latencies", "model", "model_label",
+        "received", "run", "tenant", "tenant_label", "usage",
     )  # fmt: skip
 
     def __init__(self, owner: GatewayTelemetry, received: Received) -> None:
@@ -226,6 +226,8 @@ class RequestTelemetry:
         self.received = received
         self.tenant = self.tenant_label = self.model = self.model_label = ""
         self.usage = NO_USAGE
+        self.run = NO_RUN
+        self._log_s = owner.slis.log_s()
         self.latencies = RequestLatencies()
         self._subject: SliSubject | None = None
         self.fallback = False
@@ -277,6 +279,10 @@ class RequestTelemetry:
     def placed_again(self, cause: str) -> None:
         self._owner.placed_again(cause)
 
+    def ran(self, run: RunFacts) -> None:
+        """Note how it fared on the worker that ended it; of several choices the last to end counts."""
+        self.run = run
+
     def degraded(self, degradations: Sequence[Degradation], *, anew: bool = True) -> None:
         """The request is served in degraded form. ``anew``: this is its first run, which is counted."""
         self.changes = ",".join(found.kind.value for found in degradations)
@@ -320,8 +326,8 @@ class RequestTelemetry:
 
     def _note(self, key: SliKey, reason: str, clock: StageClock) -> None:
         if key.tenant != SHADOW_TENANT:
-            received, arm = self.received, key.arm
-            self._owner.slis.requests.add(
+            received, arm, slis = self.received, key.arm, self._owner.slis
+            slis.note(
                 FinishedRequest(
                     received.request_id,
                     received.face,
@@ -332,6 +338,9 @@ class RequestTelemetry:
                     reason,
                     clock,
                     self.usage,
+                    slis.zone,
+                    slis.gateway,
+                    run=replace(self.run, log_us=round((slis.log_s() - self._log_s) * 1e6)),
                 )
             )
 

@@ -43,7 +43,7 @@ from services.runtime.fleet_state.informer import Informer
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.election import StaticElection
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.tlog_verifier import Client
 from tests.support.usage_ledgers import NoUsage
 
@@ -196,6 +196,7 @@ async def audited_plane(
                     NoUsage(),
                     NoSlis(),
                     NoScaling(),
+                    NoDiagnoses(),
                     audit=AuditReader(audited, tiles),
                     require_current=lambda _: None,
                 ),

@@ -30,6 +30,20 @@ class NoSlis:
         raise NoLeader("no control plane leads")
 
 
+class NoDiagnoses:
+    """``DiagnosedLatencies`` and ``LeadingDiagnoses`` where no control plane leads."""
+
+    async def diagnose(
+        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool = False
+    ) -> pb.DiagnoseLatencyResponse:
+        raise NoLeader("no control plane leads")
+
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool = False
+    ) -> pb.SaveLatencyBaselineResponse:
+        raise NoLeader("no control plane leads")
+
+
 class Measurements:
     """The indicators of a control plane, and the reports of one gateway to it."""
 

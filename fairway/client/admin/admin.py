@@ -344,6 +344,59 @@ class Slis:
         return found.requests
 
 
+class Diagnoses:
+    """Why latency rose, by the leading control plane."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def diagnose(
+        self,
+        *,
+        model: str = "",
+        tenant: str = "",
+        metric: str = "",
+        quantile: float = 0.0,
+        start: datetime | None = None,
+        end: datetime | None = None,
+        baseline: str = "",
+        samples: bool = False,
+        timeout_s: float | None = None,
+    ) -> cp.DiagnoseLatencyResponse:
+        """Return the causes of a rise; without ``start`` of the last one within an hour.
+
+        ``samples``: the answer has the sampled requests too. Raises Unavailable without a leader.
+        """
+        found: cp.DiagnoseLatencyResponse = await self._service.call(
+            "DiagnoseLatency",
+            timeout_s=timeout_s,
+            quick=False,
+            model=model,
+            tenant=tenant,
+            metric=metric,
+            quantile=quantile,
+            start_time=start,
+            end_time=end,
+            baseline=baseline,
+            samples=samples,
+        )
+        return found
+
+    async def save_baseline(
+        self,
+        name: str,
+        *,
+        start: datetime | None = None,
+        end: datetime | None = None,
+        timeout_s: float | None = None,
+    ) -> cp.DiagnosedSpan:
+        """Keep the sampled requests of a time under a name; return what was kept."""
+        found: cp.SaveLatencyBaselineResponse = await self._service.call(
+            "SaveLatencyBaseline", timeout_s=timeout_s, name=name, start_time=start, end_time=end
+        )
+        return found.baseline
+
+
 class UsageRecords:
     """What was used and what it cost, from the leading control plane."""
 
@@ -630,6 +683,10 @@ class AdminClient:
     @property
     def aliases(self) -> Aliases:
         return Aliases(self._control())
+
+    @property
+    def diagnoses(self) -> Diagnoses:
+        return Diagnoses(self._control())
 
     @property
     def objectives(self) -> Objectives:

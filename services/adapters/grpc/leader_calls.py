@@ -36,6 +36,7 @@ _LOADS_PAGE: Final = 1000
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
 REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
+DIAGNOSES_S: Final = 30.0
 REPORT_USAGE_S: Final = 15.0
 USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
 
@@ -176,6 +177,28 @@ class GrpcSlis(LeaderCalls):
             lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
             request,
             SLIS_S,
+        )
+        return answer
+
+
+class GrpcDiagnoses(LeaderCalls):
+    """Diagnoses by the leading control plane. Implements ``controlplane.diagnosis.listing.LeadingDiagnoses``."""
+
+    ROLE = "control plane"
+
+    async def diagnose(self, request: cp.DiagnoseLatencyRequest) -> cp.DiagnoseLatencyResponse:
+        answer: cp.DiagnoseLatencyResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).DiagnoseLatency,
+            request,
+            DIAGNOSES_S,
+        )
+        return answer
+
+    async def save_baseline(self, request: cp.SaveLatencyBaselineRequest) -> cp.SaveLatencyBaselineResponse:
+        answer: cp.SaveLatencyBaselineResponse = await self.call(
+            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).SaveLatencyBaseline,
+            request,
+            DIAGNOSES_S,
         )
         return answer
 

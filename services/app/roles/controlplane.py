@@ -54,7 +54,7 @@ from services.controlplane.usage.servicer import ListPrices, UsageServicer
 from services.controlplane.usage.settler import UsageSettler
 from services.core.batches import BATCH_OWNERS, BATCHES, BatchRecord, OwnerRecord
 from services.core.limits import Price
-from services.core.records import DEPLOYMENTS, ROOT, Deployment
+from services.core.records import DEPLOYMENTS, ROOT, Deployment, Worker
 from services.ports.nodes import NodeProvider
 from services.rpc.server import RpcService
 from services.runtime.audit import AuditedStore
@@ -80,7 +80,9 @@ def controlplane(environment: Environment) -> Role:
     alerts = SpendAlerts(store, service.budgets, election, clock, events=recorder, telemetry=levels)
     queues = _open_queues(environment)
     ledger, usage = open_ledger(environment, election)
-    slis, sums, burning = open_objectives(environment, election, service.objectives, recorder, levels)
+    slis, sums, burning, diagnoses = open_objectives(
+        environment, election, service.objectives, recorder, levels, lambda: _workers_of(fleet)
+    )
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
@@ -118,11 +120,23 @@ def controlplane(environment: Environment) -> Role:
             environment.supervisor.spawn(name, run())
 
     servicer = ControlPlaneServicer(
-        service, store, queues, usage, sums, scaling, audit=reader, require_current=keys.require_current
+        service,
+        store,
+        queues,
+        usage,
+        sums,
+        scaling,
+        diagnoses,
+        audit=reader,
+        require_current=keys.require_current,
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     server = environment.server(*_services(servicer, *reports, KedaServicer(fleet)), identity=keys)
     return Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+
+
+def _workers_of(fleet: Informer[FleetRecord | None]) -> list[Worker]:
+    return [held.record for held in fleet.view.values() if isinstance(held.record, Worker)]
 
 
 def _services(

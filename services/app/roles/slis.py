@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from services.adapters.grpc.leader_calls import GrpcSlis
+from collections.abc import Callable, Iterable
+
+from services.adapters.grpc.leader_calls import GrpcDiagnoses, GrpcSlis
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
 from services.app.roles.shared import open_directory
+from services.controlplane.diagnosis.listing import Diagnoses
+from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.event_log import EventRecorder
 from services.controlplane.objectives.alerts import ObjectiveAlerts
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.objectives.store import SliStore
 from services.controlplane.resources.objectives import Objectives
 from services.controlplane.telemetry import AlertTelemetry
-from services.core.records import OBJECTIVES, Objective
+from services.core.records import OBJECTIVES, Objective, Worker
 from services.gateway.slis import SliRecorder, SliReporter
 from services.runtime.fleet_state.indexes import ObjectiveIndex
 from services.runtime.fleet_state.leadership import Election
@@ -24,10 +28,20 @@ def open_objectives(
     objectives: Objectives,
     recorder: EventRecorder,
     telemetry: AlertTelemetry,
-) -> tuple[SliStore, SliListing, ObjectiveAlerts]:
-    """Return the store of what gateways measure, the queries of it, and the alerts of the objectives."""
+    workers: Callable[[], Iterable[Worker]],
+) -> tuple[SliStore, SliListing, ObjectiveAlerts, Diagnoses]:
+    """Return the store of what gateways measure, the queries of it, the alerts of the objectives and the
+    diagnoses."""
     clock, index = environment.clock, ObjectiveIndex(environment.informer(OBJECTIVES, Objective))
-    slis = SliStore(open_ledger_store(environment), clock, election, lambda: index.by_class)
+    ledger = open_ledger_store(environment)
+    samples = SampleStore(
+        ledger,
+        clock,
+        workers=workers,
+        installation=lambda: environment.store.generation,
+        rng=environment.rng,
+    )
+    slis = SliStore(ledger, clock, election, lambda: index.by_class, samples)
     alerts = ObjectiveAlerts(
         environment.store,
         objectives,
@@ -37,12 +51,23 @@ def open_objectives(
         events=recorder,
         telemetry=telemetry,
     )
-    return slis, SliListing(slis, _leader(environment)), alerts
+    directory = open_directory(environment, "controlplane")
+    calls = GrpcDiagnoses(directory, environment.internal_token, clock, environment.certificates)
+    environment.closing.push_async_callback(calls.close)
+    diagnoses = Diagnoses(samples, calls, clock, leads=lambda: slis.leads)
+    return slis, SliListing(slis, _leader(environment)), alerts, diagnoses
 
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:
     """Return the recorder of a gateway; what it counts is reported from now on."""
-    recorder = SliRecorder(environment.metrics, zone=environment.settings.zone)
+    settings = environment.settings
+    recorder = SliRecorder(
+        environment.metrics,
+        zone=settings.zone,
+        gateway=settings.advertised,
+        rng=environment.rng,
+        log_s=lambda: environment.log_stream.spent_s,
+    )
     reporter = SliReporter(
         recorder,
         _leader(environment),

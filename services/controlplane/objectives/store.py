@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from fairway.v1 import slis_pb2 as pb
 from services.adapters.frames import MAX_FRAME_BYTES, opened, sealed
 from services.adapters.threads import in_thread
+from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.objectives.policy.book import (
     BurnKey,
     ObjectivesByClass,
@@ -160,7 +161,9 @@ class SliStore:
         clock: Clock,
         leadership: Leadership,
         objectives: Callable[[], ObjectivesByClass],
+        samples: SampleStore | None = None,
     ) -> None:
+        self.samples: Final = samples if samples is not None else SampleStore(store, clock)
         self._store = store
         self._clock = clock
         self._leadership = leadership
@@ -175,7 +178,11 @@ class SliStore:
     def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
         """Count reports: see ``SliReports`` of the gateway. Raises NoLeader."""
         term = self._leading()
+        had = term.book.last_of(source)
         last = term.book.apply(source, first, oldest, reports, self._objectives(), now_s=self._clock.unix_s())
+        if last > had:
+            new = reports[max(0, had + 1 - first) :]
+            self.samples.add(source, new, lost=last - had - len(new) if had else 0)
         term.changed = term.changed or bool(reports)
         for report in reports:
             self.requests.add(report.requests)
@@ -244,6 +251,7 @@ class SliStore:
                 durable = {name: source.last for name, source in book.sources.items()}
                 self._term = _Term(epoch, book, durable, self._clock.monotonic_s())
                 log.info("slis.loaded", snapshot=book.number, epoch=epoch)
+                await self.samples.load()
                 await first_of(self._store_forever(), self._leadership.wait_lost(epoch))
             except SnapshotTaken:
                 log.info("slis.superseded", epoch=epoch)
@@ -282,6 +290,7 @@ class SliStore:
             await self._clock.sleep(SNAPSHOT_S)
             try:
                 await self.store()
+                await self.samples.store()
             except NoLeader:
                 return
             except FairwayError as error:

@@ -68,6 +68,7 @@ class RowEnd(Struct, frozen=True):
     batch_cause: str = ""  # why that batch started
     window: BatchWindow | None = None  # window of that batch, for the first row of a request in it
     stay_s: float = 0.0  # time on the worker; 0: unknown
+    worker_id: str = ""  # the worker that ended it; its gateway adds it
 
 
 class RowsRequest(Struct, frozen=True):

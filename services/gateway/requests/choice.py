@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 import structlog
+from msgspec.structs import replace as replaced
 
 from services.core.errors import (
     FairwayError,
@@ -93,6 +94,8 @@ class ChoiceRun(SequenceAttempts):
         self._egress = egress = request.egress
         self._earned = None if egress is None else egress.wait(self._grant)
         self._paid = 0  # tokens of the next start that the egress rates let pass; 0: it is not limited
+        self._worker_id = ""  # the worker of its last run
+        self._preemptions = 0  # runs that ended for the sake of others
         self._held = False  # whether the egress rates left its last run without credit at its end
 
     @property
@@ -292,6 +295,7 @@ class ChoiceRun(SequenceAttempts):
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
         self._first_run = not self.begun
+        self._worker_id = grant.worker_id
         try:
             return await self._attempt(start, self)
         finally:
@@ -344,6 +348,10 @@ class ChoiceRun(SequenceAttempts):
         """A resume may find cached blocks that this request itself computed: they do not count as cached."""
         if self._first_run:
             self.cached_tokens = end.cached_tokens
+        self._preemptions += end.reason is FinishReason.PREEMPTED
+        preemptions = self._preemptions + end.run.preemptions
+        worker_id = self._worker_id
+        self._request.telemetry.ran(replaced(end.run, worker_id=worker_id, preemptions=preemptions))
 
     def _result(self, end: SequenceEnd) -> ChoiceResult:
         self._record_use(end)

@@ -113,7 +113,7 @@ class _EmbeddedRow(SequenceAttempts):
             grant = await placed(self._place_or_wake(), self._place_spec(), excluded)
             outcome = await self._execute(grant)
             if isinstance(outcome, SequenceEnd) and outcome.embedding:
-                return self._answer(outcome)
+                return self._answer(outcome, grant.worker_id)
             try:
                 again = self._after(outcome, grant.worker_id)
                 if isinstance(again, Condemned):
@@ -126,10 +126,18 @@ class _EmbeddedRow(SequenceAttempts):
             if again.delay_s > 0:
                 await self._ports.clock.sleep(again.delay_s)
 
-    def _answer(self, end: SequenceEnd) -> RowEnd:
+    def _answer(self, end: SequenceEnd, worker_id: str) -> RowEnd:
         vector = RawTensor("embedding", "FP32", (len(end.embedding) // 4,), end.embedding)
         device_s = (self.device_us + end.device_us) / 1e6
-        return RowEnd((vector,), device_s=device_s, wait_s=self._wait_s, batch_rows=1)
+        stay_s = self._wait_s + end.run.prefill_us / 1e6
+        return RowEnd(
+            (vector,),
+            device_s=device_s,
+            wait_s=self._wait_s,
+            batch_rows=1,
+            stay_s=stay_s,
+            worker_id=worker_id,
+        )
 
     def _place_spec(self) -> PlaceSpec:
         request = self._request

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
+from msgspec.structs import replace
 
 from services.core.errors import (
     DeadlineUnmeetable,
@@ -411,7 +412,7 @@ class LeasedRows:
         self._landed(sink)
         if not end.lost:
             self._count(sink, now_s)
-            self._settle(row, end)
+            self._settle(row, replace(end, worker_id=worker_id))
         elif row.lost_on:
             text = f"the row was lost on {row.lost_on} and on {worker_id}"
             error = StreamBroken(text, retry_after_s=1.0)

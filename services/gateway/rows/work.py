@@ -20,7 +20,7 @@ from services.core.errors import (
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind
 from services.core.fixed_cost.rows import RawTensor, RowEnd, RowsRequest
 from services.core.fixed_cost.signature import Operation, Signature
-from services.core.generation import Principal, StageClock, Usage
+from services.core.generation import NO_RUN, Principal, RunFacts, StageClock, Usage
 from services.core.limits import Price, RateState
 from services.core.usage import RequestUsage
 from services.gateway.catalog import ModelCatalog, Route
@@ -201,6 +201,7 @@ class Rows:
         now_s = self._ports.clock.monotonic_s()
         waited_s = max((end.wait_s for end in ends), default=0.0)
         self._request.timer.enter(Stage.PREFILL, min(now_s, began_s + waited_s))
+        self._request.telemetry.ran(_facts(ends, ready.rows))
         self._enter(Stage.SEND)
 
     async def reroute(self) -> None:
@@ -371,6 +372,22 @@ class Rows:
 
     def _enter(self, stage: Stage) -> None:
         self._request.timer.enter(stage, self._ports.clock.monotonic_s())
+
+
+def _facts(ends: Sequence[RowEnd], rows: PreparedRows) -> RunFacts:
+    """Return how the rows fared: the batch is that of the row that waited and ran longest."""
+    if not ends:
+        return NO_RUN
+    last = max(ends, key=lambda end: end.stay_s)
+    window = next((end.window for end in ends if end.window is not None), None)
+    return RunFacts(
+        worker_id=last.worker_id,
+        prefill_us=round(max(0.0, last.stay_s - last.wait_s) * 1e6),
+        batch_wait_us=round(max(end.wait_s for end in ends) * 1e6),
+        batch_rows=last.batch_rows,
+        batch_width=0 if window is None else window.width,
+        row_tokens=max(rows.tiles or rows.tokens, default=0),
+    )
 
 
 class _Answer(msgspec.Struct, array_like=True, frozen=True):

@@ -68,7 +68,7 @@ _END: Final = Mirror(
         "window": WINDOW.one("window", unset=True),
         "stay_s": _in_us("stay_us"),
     },
-    apart=("error", "lost"),
+    apart=("error", "lost", "worker_id"),
 )
 row_from_proto: Final = _ROW.from_proto
 

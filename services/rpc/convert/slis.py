@@ -21,7 +21,7 @@ from services.core.arms import (
 from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.sketch import Sketch
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
-from services.core.generation import StageClock, Usage
+from services.core.generation import RunFacts, StageClock, StepSums, Usage
 from services.rpc.convert.inference import PRIORITY
 
 _STAGES = len(StageClock.__struct_fields__) - 1
@@ -57,10 +57,18 @@ _SUMS: Final = Mirror(
     },
 )
 _SERIES: Final = Mirror(SliKey, pb.SliSeries, {"arm": Mirror(ArmKey, pb.SliSeries), "priority": PRIORITY})
+_STEPS: Final = Mirror(StepSums, pb.StepSums)
+RUN_FACTS: Final = Mirror(
+    RunFacts, pb.RunFacts, {name: _STEPS.one(name, unset=True) for name in ("before", "after")}
+)
 _FINISHED: Final = Mirror(
     FinishedRequest,
     pb.FinishedRequest,
-    {"priority": PRIORITY, "usage": Mirror(Usage, pb.FinishedRequest, apart=("device_s",))},
+    {
+        "priority": PRIORITY,
+        "usage": Mirror(Usage, pb.FinishedRequest, apart=("device_s",)),
+        "run": RUN_FACTS.one("run", unset=True),
+    },
     apart=("clock",),
 )
 
@@ -70,7 +78,7 @@ def finished_to_proto(one: FinishedRequest) -> pb.FinishedRequest:
     return _FINISHED.to_proto(one, received_unix_us=received_unix_us, stages_us=stages_us)
 
 
-def _finished_from(message: pb.FinishedRequest) -> FinishedRequest:
+def finished_from_proto(message: pb.FinishedRequest) -> FinishedRequest:
     clock = StageClock(message.received_unix_us, *message.stages_us[:_STAGES])
     return _FINISHED.from_proto(message, clock=clock)
 
@@ -128,6 +136,14 @@ def shapes_from_proto(messages: Iterable[pb.TrafficShape]) -> dict[str, TrafficS
     return found
 
 
+def _requests(name: str) -> Pair:
+    return Pair(
+        name,
+        lambda requests: map(finished_to_proto, requests),
+        lambda messages: tuple(map(finished_from_proto, messages)),
+    )
+
+
 _REPORT: Final = Mirror(
     SliReport,
     pb.SliDelta,
@@ -140,11 +156,8 @@ _REPORT: Final = Mirror(
         ),
         "windows": Pair("clusters", clusters_to_proto, windows_from_proto),
         "shapes": Pair("shapes", shapes_to_proto, shapes_from_proto),
-        "requests": Pair(
-            "requests",
-            lambda requests: map(finished_to_proto, requests),
-            lambda messages: tuple(map(_finished_from, messages)),
-        ),
+        "requests": _requests("requests"),
+        "sampled": _requests("sampled"),
     },
 )
 report_to_proto: Final = _REPORT.to_proto

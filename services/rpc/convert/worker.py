@@ -42,6 +42,7 @@ from services.rpc.convert.inference import (
 )
 from services.rpc.convert.rows import row_end_from_proto, row_end_to_proto
 from services.rpc.convert.scheduler import grant_from_proto, grant_to_proto
+from services.rpc.convert.slis import RUN_FACTS
 
 NOT_ADMITTED_REASONS: Final = numbers_of(NotAdmittedReason, worker_pb2.NotAdmittedReason)
 VERSION_STATES: Final = numbers_of(VersionState, worker_pb2.VersionState)
@@ -76,6 +77,7 @@ _END: Final = Mirror(
         "step_role": Pair(
             "step_role", _STEP_ROLES.__getitem__, lambda number: _STEP_ROLE_OF.get(number, StepRole.NONE)
         ),
+        "run": RUN_FACTS.one("run", unset=True),
     },
 )
 

@@ -78,6 +78,11 @@ class GuardedStore:
         self._silent_s: float | None = None  # time at which etcd first failed to answer
         self.restores = 0
 
+    @property
+    def generation(self) -> str:
+        """The random id of the store; empty until it was read."""
+        return self._generation
+
     def problem(self) -> str:
         """Return why the store is rejected; empty while it is the original one or unavailable."""
         return self._problem

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.core.generation import StartSpec
+from services.core.generation import StartSpec, StepSums
 from services.core.prefix import PREFIX_BLOCK_TOKENS
 from services.worker import engine_protocol as wire
 from services.worker.streams.live_sequence import WorkerSequence
@@ -111,6 +111,16 @@ class PoolStats:
         self.decode_tokens += len(event.handles)
         self.attended_tokens += event.attended_tokens
         self.note_levels(event)
+
+    def sums(self) -> StepSums:
+        """Return the steps so far and their work."""
+        return StepSums(
+            self.steps,
+            round(self.step_seconds * 1e6),
+            self.prefill_tokens,
+            self.decode_tokens,
+            self.attended_tokens,
+        )
 
     def note_levels(self, event: wire.Stepped | wire.EngineHeartbeat) -> None:
         self.kv_blocks_used = event.kv_blocks_used

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from services.core.generation import FallbackGrant, StartSpec, TokenLogprobs
+from services.core.generation import NO_STEPS, FallbackGrant, RunFacts, StartSpec, StepSums, TokenLogprobs
 from services.worker.detokenizer import Detokenizer, TextStream
 
 if TYPE_CHECKING:
@@ -67,6 +67,12 @@ class WorkerSequence:
     blocked_since_s: float | None = None  # None: it has credit
     charged_output: int = 0  # output offset up to which the tenant was charged
     device_us: int = 0  # its shares of engine steps, as reported by the engine
+    accepted_steps: StepSums = NO_STEPS  # engine's steps before its acceptance
+    first_steps: StepSums = NO_STEPS  # engine's steps up to its first token
+    blocked_s: float = 0.0  # time without credit so far
+    returning_s: float = 0.0  # time without a slot that others had so far
+    yielded_since_s: float | None = None  # None: it has its slot, or no credit
+    yields: int = 0  # how often it lost its slot to others
 
     @property
     def version_digest(self) -> str:
@@ -93,3 +99,39 @@ class WorkerSequence:
     def watch(self) -> None:
         """Set ``notice_tokens`` after a change of credit or reservation."""
         self.notice_tokens = min(self.reserved_tokens + 1, self.prompt_tokens + self.credit_limit)
+
+    def unblock(self, now_s: float) -> None:
+        """Its reader gave credit: from now on it waits for a slot."""
+        if self.blocked_since_s is not None:
+            self.blocked_s += now_s - self.blocked_since_s
+        self.blocked_since_s, self.yielded_since_s = None, now_s
+
+    def yield_slot(self, now_s: float) -> None:
+        """Another sequence has its slot from now on."""
+        self.yields += 1
+        self.yielded_since_s = now_s
+
+    def returned(self, now_s: float) -> None:
+        """It has a slot again."""
+        if self.yielded_since_s is not None:
+            self.returning_s += now_s - self.yielded_since_s
+        self.yielded_since_s = None
+
+    def facts(self, steps: StepSums, now_s: float) -> RunFacts:
+        """Return how it fared until now; ``steps``: those of its engine so far."""
+        first = self.first_steps if self.first_token_s is not None else steps
+        blocked_s = 0.0 if self.blocked_since_s is None else now_s - self.blocked_since_s
+        returning_s = 0.0 if self.yielded_since_s is None else now_s - self.yielded_since_s
+        return RunFacts(
+            prefill_us=microseconds(self.prefill_started_s, self.first_token_s),
+            before=first.since(self.accepted_steps),
+            after=steps.since(first),
+            blocked_us=round((self.blocked_s + blocked_s) * 1e6),
+            returning_us=round((self.returning_s + returning_s) * 1e6),
+            preemptions=self.yields,
+        )
+
+
+def microseconds(start_s: float | None, end_s: float | None) -> int:
+    """Return the time between two moments, 0 without either."""
+    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from services.core.errors import ConstraintRefused
-from services.core.generation import NOT_FINITE, FinishReason, SequenceEnd, StartSpec, TokenLogprobs
+from services.core.generation import (
+    NOT_FINITE,
+    FinishReason,
+    RunFacts,
+    SequenceEnd,
+    StartSpec,
+    TokenLogprobs,
+)
 from services.core.poison.suspicion import LossCause, StepRole
 from services.ports.clock import Clock
 from services.worker import engine_protocol as wire
@@ -20,7 +27,7 @@ from services.worker.detokenizer import TextStream, Vocabulary
 from services.worker.policy.engine_failures import StallDetector, role_of
 from services.worker.streams.charges import UsageAccounting
 from services.worker.streams.kv import PoolLimits, PoolStats, Reservations
-from services.worker.streams.live_sequence import SlotState, WorkerSequence
+from services.worker.streams.live_sequence import SlotState, WorkerSequence, microseconds
 from services.worker.streams.outbox import Outbox
 from services.worker.streams.sequence_slots import Prefills, SequenceSlots
 from services.worker.telemetry import VersionTelemetry
@@ -176,23 +183,24 @@ def end_of(
     error: tuple[str, str],
     loss: tuple[LossCause, StepRole],
     embedding: bytes,
+    run: RunFacts,
 ) -> SequenceEnd:
     """Return the end of a sequence. ``error``: its reason and message; ``loss``: its part in a step that
     ended its engine; ``embedding``: empty for a generation."""
-    started_s, first_s = sequence.prefill_started_s, sequence.first_token_s
     return SequenceEnd(
         reason=reason,
         stop=sequence.text.stop,
         output_tokens=sequence.output_tokens,
         cached_tokens=min(sequence.cached_tokens, sequence.prompt_tokens),
-        engine_wait_us=_microseconds(sequence.accepted_s, started_s),
-        prefill_us=_microseconds(started_s, first_s),
+        engine_wait_us=microseconds(sequence.accepted_s, sequence.prefill_started_s),
+        prefill_us=run.prefill_us,
         error_reason=error[0],
         error_message=error[1],
         device_us=sequence.device_us,
         loss_cause=loss[0],
         step_role=loss[1],
         embedding=embedding,
+        run=run,
     )
 
 
@@ -217,10 +225,6 @@ def last_rows(event: wire.Stepped) -> dict[int, int]:
         return {}
     rows = dict(zip(event.handles, range(len(event.handles)), strict=True))
     return {number: rows.get(number, -1) for number in event.finished}
-
-
-def _microseconds(start_s: float | None, end_s: float | None) -> int:
-    return 0 if start_s is None or end_s is None else max(0, round((end_s - start_s) * 1e6))
 
 
 class SequenceTable:
@@ -338,7 +342,7 @@ class SequenceTable:
             if sequence.slot is SlotState.RUNNING:
                 raised.append(sequence)
             elif sequence.slot is SlotState.PARKED and sequence.has_credit:
-                sequence.blocked_since_s = None
+                sequence.unblock(self._clock.monotonic_s())
                 self.slots.move(sequence, SlotState.RETURNING)
         if raised:
             self._send(wire.Credit([each.number for each in raised], [each.credit_limit for each in raised]))
@@ -526,6 +530,7 @@ class SequenceTable:
             reserved_tokens=blocks * self.limits.block_size,
             notice_tokens=0,
             accepted_s=now_s,
+            accepted_steps=self.stats.sums(),
             deadline_s=math.inf if spec.time_left_s is None else now_s + spec.time_left_s,
             prefill_left=spec.prefill_tokens,
             charged_output=len(spec.produced_ids),
@@ -602,7 +607,8 @@ class SequenceTable:
             reason = FinishReason.STOP
         self._forget(sequence)
         self._note_ended(sequence, reason, error[0])
-        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss, embedding))
+        run = sequence.facts(self.stats.sums(), self._clock.monotonic_s())
+        sequence.outbox.end(sequence, end_of(sequence, reason, error, loss, embedding, run))
 
     def _forget(self, sequence: WorkerSequence) -> None:
         del self._live[sequence.number]
@@ -653,7 +659,7 @@ class SequenceTable:
 
     def _note_prefilled(self, sequence: WorkerSequence, event: wire.Stepped) -> None:
         now_s = self._clock.monotonic_s()
-        sequence.first_token_s = now_s
+        sequence.first_token_s, sequence.first_steps = now_s, self.stats.sums()
         if sequence.prefill_started_s is None:
             sequence.prefill_started_s = max(now_s - event.step_s, sequence.accepted_s)
         if sequence.slot is SlotState.RUNNING:
@@ -668,6 +674,7 @@ class SequenceTable:
         while (sequence := self.slots.next_back(self.kv.has_room_again)) is not None:
             self._make_slot(sequence.spec)
             self.slots.take(sequence)
+            sequence.returned(self._clock.monotonic_s())
             self._run(sequence)
             self._send(wire.Credit([sequence.number], [sequence.credit_limit]))
         self._changed()
@@ -676,6 +683,7 @@ class SequenceTable:
         """Free a slot for a sequence: another one yields its slot if none is free."""
         if self.slots.taken >= self.slots.most and (victim := self.slots.victim(spec)) is not None:
             self._leave(victim)
+            victim.yield_slot(self._clock.monotonic_s())
             self.slots.put(victim, SlotState.RETURNING)
             self._send(wire.Park([victim.number]))
 

@@ -32,7 +32,7 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.oidc_provider import CLIENT, OidcProvider, oidc_provider
 from tests.support.registry import TOKEN
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.stack import ROOT
 from tests.support.waiting import until
 
@@ -55,7 +55,15 @@ async def control_plane(provider: OidcProvider) -> AsyncIterator[str]:
     queues: Any = nothing
     audit = AuditReader(store, MemoryLedger())
     servicer = ControlPlaneServicer(
-        service, store, queues, ScriptedUsage(), NoSlis(), NoScaling(), audit=audit, require_current=require
+        service,
+        store,
+        queues,
+        ScriptedUsage(),
+        NoSlis(),
+        NoScaling(),
+        NoDiagnoses(),
+        audit=audit,
+        require_current=require,
     )
     server = RpcServer(
         [

@@ -40,7 +40,7 @@ from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, S
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 
 
 @pytest_asyncio.fixture
@@ -84,6 +84,7 @@ async def plane() -> AsyncIterator[Plane]:
                     usage,
                     NoSlis(),
                     NoScaling(),
+                    NoDiagnoses(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),

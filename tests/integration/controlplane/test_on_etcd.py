@@ -73,7 +73,7 @@ from tests.integration.scheduler_fleet import (
 from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.usage_ledgers import NoUsage
 
 ADMIN = auth_metadata("admin")
@@ -142,6 +142,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
                     NoUsage(),
                     NoSlis(),
                     NoScaling(),
+                    NoDiagnoses(),
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=lambda _: None,
                 ),

@@ -35,7 +35,7 @@ from tests.integration.scheduler_fleet import StaticDirectory
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
 from tests.support.scaling import NoScaling
-from tests.support.slis import DIGEST, Measurements, key_of, sums_of
+from tests.support.slis import DIGEST, Measurements, NoDiagnoses, key_of, sums_of
 from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
@@ -62,6 +62,7 @@ class OnePlane:
             NoUsage(),
             listing,
             NoScaling(),
+            NoDiagnoses(),
             audit=AuditReader(store, MemoryLedger()),
             require_current=lambda _: None,
         )

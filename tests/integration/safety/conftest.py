@@ -61,7 +61,7 @@ from tests.integration.scheduler_fleet import TOKEN, StaticDirectory
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import ADMIN, Served, served
 from tests.support.scaling import NoScaling
-from tests.support.slis import NoSlis
+from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.usage_ledgers import NoUsage
 from tests.support.waiting import until
 
@@ -208,6 +208,7 @@ def _control_plane(store: EtcdStore) -> RpcServer:
         NoUsage(),
         NoSlis(),
         NoScaling(),
+        NoDiagnoses(),
         audit=AuditReader(store, MemoryLedger()),
         require_current=lambda _: None,
     )

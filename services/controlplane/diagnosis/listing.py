@@ -1,0 +1,226 @@
+"""Diagnoses on the wire: which times are compared, and what limits the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from fairway.v1 import controlplane_pb2 as pb
+from services.adapters.threads import in_thread
+from services.controlplane.diagnosis.policy.diagnose import (
+    LEAST_SAMPLES,
+    Diagnosis,
+    Evidence,
+    Span,
+    Verdict,
+    change_in,
+    diagnose,
+)
+from services.controlplane.diagnosis.policy.samples import Metric, samples_of
+from services.controlplane.diagnosis.store import Found, SampleStore, samples_message
+from services.core.errors import InvalidInput, NoLeader
+from services.ports.clock import Clock
+from services.rpc.convert.inference import timestamp
+
+AUTO: Final = "auto"
+DEFAULT_QUANTILE: Final = 0.95
+LOOK_BACK_S: Final = 3600.0
+LEAST_BASELINE_S: Final = 300.0  # the baseline before a window is three times as long, and at least this
+_TIMES: Final = 3.0
+
+
+class LeadingDiagnoses(Protocol):
+    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
+
+    async def diagnose(self, request: pb.DiagnoseLatencyRequest) -> pb.DiagnoseLatencyResponse: ...
+
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest
+    ) -> pb.SaveLatencyBaselineResponse: ...
+
+
+class Diagnoses:
+    """Answers from the samples while this control plane leads, else forwards to the leader.
+
+    One diagnosis is computed at a time, in a thread.
+    """
+
+    def __init__(
+        self, samples: SampleStore, leader: LeadingDiagnoses, clock: Clock, *, leads: Callable[[], bool]
+    ) -> None:
+        self._samples = samples
+        self._leader = leader
+        self._clock = clock
+        self._leads = leads
+        self._computing = asyncio.Lock()
+
+    async def diagnose(
+        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool
+    ) -> pb.DiagnoseLatencyResponse:
+        """Return why a quantile rose. Raises NoLeader, InvalidInput, NotFound for an unknown baseline."""
+        if not self._leads():
+            if forwarded:
+                raise NoLeader("this control plane does not lead", retry_after_s=1.0)
+            return await self._leader.diagnose(request)
+        begin_s, end_s = _span(request, self._clock.unix_s())
+        async with self._computing:
+            found = await in_thread(self._samples.find, begin_s or end_s - LOOK_BACK_S, end_s)
+            metric = Metric(request.metric or Metric.TTFT)
+            level = request.quantile or DEFAULT_QUANTILE
+            chosen = ""
+            if not begin_s:
+                begin_s, chosen = await in_thread(_changed, found, request, metric, level, self._samples)
+                found = await in_thread(self._samples.find, begin_s, end_s)
+            baseline, problem = await self._baseline(request, found)
+            notes = [*([chosen] if chosen else []), *self._samples.notes(baseline.begin_s, end_s)]
+            diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
+        if problem:
+            diagnosis = replace(
+                diagnosis, verdict=Verdict.BASELINE_DIFFERS, message=problem, causes=(), stages=()
+            )
+        return _message(request, diagnosis, notes, baseline, found)
+
+    async def save_baseline(
+        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool
+    ) -> pb.SaveLatencyBaselineResponse:
+        """Keep the samples of a time under a name. Raises NoLeader, InvalidInput or StoreUnavailable."""
+        if not self._leads():
+            if forwarded:
+                raise NoLeader("this control plane does not lead", retry_after_s=1.0)
+            return await self._leader.save_baseline(request)
+        if request.name == AUTO:
+            raise InvalidInput("auto is the baseline that is chosen without a name", field="name")
+        begin_s, end_s = _span(request, self._clock.unix_s())
+        found = await in_thread(self._samples.find, begin_s or end_s - LOOK_BACK_S, end_s)
+        if len(found.requests) < LEAST_SAMPLES:
+            raise InvalidInput(
+                f"{len(found.requests)} sampled requests ended in that time; a baseline needs {LEAST_SAMPLES}",
+                field="start_time",
+            )
+        await self._samples.save(request.name, found)
+        requests = round(sum(one.weight for one in found.requests))
+        span = Span(found.begin_s, found.end_s, requests, len(found.requests))
+        return pb.SaveLatencyBaselineResponse(baseline=_span_message(span))
+
+    async def _baseline(self, request: pb.DiagnoseLatencyRequest, window: Found) -> tuple[Found, str]:
+        """Return what the window is compared with, and why it must not be; empty if it may."""
+        if request.baseline not in ("", AUTO):
+            found = await self._samples.baseline(request.baseline)
+            return found, _difference(request.baseline, found, window)
+        lasted_s = max(LEAST_BASELINE_S, _TIMES * (window.end_s - window.begin_s))
+        begin_s = max(window.begin_s - lasted_s, min(self._samples.began_s, window.begin_s))
+        found = await in_thread(self._samples.find, begin_s, window.begin_s)
+        if sum(request.model in ("", one.model) for one in found.requests) >= LEAST_SAMPLES:
+            return found, ""
+        stored = await self._samples.hours_before(window.begin_s)
+        return (found, "") if stored is None else (stored, _difference("of stored hours", stored, window))
+
+
+def _span(
+    request: pb.DiagnoseLatencyRequest | pb.SaveLatencyBaselineRequest, now_s: float
+) -> tuple[float, float]:
+    """Return begin and end; a begin of 0 is to be found. Raises InvalidInput."""
+    begin_s = request.start_time.seconds + request.start_time.nanos / 1e9
+    end_s = request.end_time.seconds + request.end_time.nanos / 1e9 or now_s
+    if begin_s and begin_s >= end_s:
+        raise InvalidInput("the start of the window is not before its end", field="start_time")
+    if end_s > now_s + 60.0:
+        raise InvalidInput("the end of the window is in the future", field="end_time")
+    return begin_s, end_s
+
+
+def _changed(
+    found: Found, request: pb.DiagnoseLatencyRequest, metric: Metric, level: float, samples: SampleStore
+) -> tuple[float, str]:
+    """Return when the window begins, and how that was chosen."""
+    table = samples_of(found.requests, found.zones)
+    mask = np.ones(len(table), bool)
+    if request.model:
+        mask &= table.model == request.model
+    if request.tenant:
+        mask &= table.tenant == request.tenant
+    begin_s = max(found.begin_s, min(samples.began_s, found.end_s))
+    at_s = change_in(table.where(mask), metric, level, begin_s, found.end_s)
+    if at_s is not None:
+        return at_s, "the window begins at the last rise that was found in the hour before its end"
+    quarter_s = (found.end_s - begin_s) / 4
+    return found.end_s - max(60.0, quarter_s), "no rise was found in the hour: its last quarter is compared"
+
+
+def _difference(name: str, baseline: Found, window: Found) -> str:
+    """Return why a baseline is of another fleet; empty if it may be compared."""
+    if baseline.installation and window.installation and baseline.installation != window.installation:
+        return f"the baseline {name} is of another installation: save one here"
+    if baseline.devices and window.devices and baseline.devices != window.devices:
+        had, has = ", ".join(baseline.devices), ", ".join(window.devices)
+        return (
+            f"the baseline {name} is of workers with {had}, the fleet now has {has}: save one of this fleet"
+        )
+    models = {one.model for one in window.requests}
+    if models and not models & {one.model for one in baseline.requests}:
+        return (
+            f"the baseline {name} has no request of {', '.join(sorted(models)[:4])}: save one of this traffic"
+        )
+    return ""
+
+
+def _diagnosed(
+    request: pb.DiagnoseLatencyRequest, metric: Metric, level: float, baseline: Found, window: Found
+) -> Diagnosis:
+    sides = []
+    for found in (baseline, window):
+        requests = [one for one in found.requests if request.tenant in ("", one.tenant)]
+        table = samples_of(requests, {**baseline.zones, **window.zones})
+        sides.append(Evidence(found.begin_s, found.end_s, table, found.moments))
+    return diagnose(sides[0], sides[1], model=request.model, metric=metric, level=level)
+
+
+def _span_message(span: Span) -> pb.DiagnosedSpan:
+    return pb.DiagnosedSpan(
+        requests=span.requests,
+        samples=span.samples,
+        **{"from": timestamp(span.begin_s), "to": timestamp(span.end_s)},
+    )
+
+
+def _message(
+    request: pb.DiagnoseLatencyRequest, found: Diagnosis, notes: list[str], baseline: Found, window: Found
+) -> pb.DiagnoseLatencyResponse:
+    message = pb.DiagnoseLatencyResponse(
+        verdict=found.verdict,
+        message=found.message,
+        model=found.model,
+        metric=found.metric,
+        quantile=found.level,
+        window=_span_message(found.window),
+        baseline=_span_message(found.baseline),
+        quantiles=pb.DiagnoseLatencyResponse.DiagnosedQuantiles(
+            baseline_s=found.baseline_s, window_s=found.window_s
+        ),
+        notes=notes,
+        step_prices=found.prices,
+    )
+    for stage in found.stages:
+        message.stages.add(
+            stage=stage.stage, baseline_s=stage.baseline_s, window_s=stage.window_s, share=stage.share
+        )
+    for step in found.tree:
+        message.tree.add(depth=step.depth, text=step.text)
+    for cause in found.causes:
+        message.causes.add(
+            kind=cause.kind,
+            subject=cause.subject,
+            score=cause.score,
+            share_s=cause.share_s,
+            counterfactual_s=cause.counterfactual_s,
+            evidence=cause.evidence,
+            next=cause.next,
+        )
+    if request.samples:
+        message.window_samples.CopyFrom(samples_message(window))
+        message.baseline_samples.CopyFrom(samples_message(baseline))
+    return message

@@ -1,0 +1,404 @@
+"""Why a quantile of latency rose: the tree that leads from the change to its causes.
+
+First the change itself must be certain and large enough. Then it is divided over stages, and every suspect is
+tested: the window without it is compared with the window. What remains is ranked by the part of the change
+that it explains. Without a certain cause the answer is that none was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+
+from services.controlplane.diagnosis.policy.comparison import Comparison, Side, compare
+from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, ratio_interval
+from services.controlplane.diagnosis.policy.samples import STAGES, FleetMoment, Floats, Metric, Part, Samples
+from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, ms, suspects_of
+
+LEAST_SAMPLES: Final = 30
+LEAST_TIMES: Final = 5  # buckets with requests, in each time
+LEAST_RATIO: Final = 1.2  # smallest rise of the quantile that is diagnosed
+LEAST_RISE_S: Final = {Metric.TTFT: 2e-3, Metric.ITL: 5e-4, Metric.TOTAL: 2e-3}
+LEAST_SHARE: Final = 0.2  # of the change, by one cause
+FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
+_LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
+_MOST_CAUSES: Final = 8
+
+
+class Verdict(StrEnum):
+    CAUSE_FOUND = "CAUSE_FOUND"
+    NO_CAUSE_FOUND = "NO_CAUSE_FOUND"
+    NOT_ENOUGH_TRAFFIC = "NOT_ENOUGH_TRAFFIC"
+    BASELINE_DIFFERS = "BASELINE_DIFFERS"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time, and the requests in it: those that the samples stand for."""
+
+    begin_s: float
+    end_s: float
+    requests: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The samples of a time, of all models, and what the fleet was like."""
+
+    begin_s: float
+    end_s: float
+    samples: Samples
+    moments: Sequence[FleetMoment] = ()
+
+    def span(self, model: str = "") -> Span:
+        mask = self.samples.model == model if model else np.ones(len(self.samples), bool)
+        return Span(self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class StageChange:
+    """What a stage contributes to the quantile in both times; the ``share`` is of the whole change."""
+
+    stage: str
+    baseline_s: float
+    window_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStep:
+    depth: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """``share_s``: the part of the change that it explains. ``counterfactual_s``: the window's quantile without
+    it."""
+
+    kind: CauseKind
+    subject: str
+    score: float
+    share_s: float
+    counterfactual_s: float
+    evidence: tuple[str, ...]
+    next: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    verdict: Verdict
+    message: str
+    model: str
+    metric: Metric
+    level: float
+    window: Span
+    baseline: Span
+    baseline_s: float = 0.0
+    window_s: float = 0.0
+    stages: tuple[StageChange, ...] = ()
+    tree: tuple[TreeStep, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    prices: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0))
+
+
+def diagnose(
+    baseline: Evidence,
+    window: Evidence,
+    *,
+    model: str = "",
+    metric: Metric = Metric.TTFT,
+    level: float = 0.95,
+) -> Diagnosis:
+    """Return the diagnosis of a model, or without a name of the model whose quantile rose most certainly."""
+    names = [model] if model else sorted({str(one) for one in window.samples.model if one})
+    sides = [(one.begin_s, one.end_s, one.samples, one.moments) for one in (baseline, window)]
+    found = [(name, compare(name, metric, level, sides[0], sides[1])) for name in names]
+    enough = [(name, one) for name, one in found if _is_enough(one)]
+    if not enough:
+        return _too_little(baseline, window, model, metric, level)
+    changes = [(_change(one), name, one) for name, one in enough]
+    changed = [each for each in changes if each[0].certain]
+    if not changed:
+        change, name, one = max(changes, key=lambda each: each[0].low)
+        return _unchanged(one, name, change, baseline, window, len(enough))
+    change, name, one = max(changed, key=lambda each: each[0].low)
+    return _explain(one, name, change, baseline, window, len(names))
+
+
+def _is_enough(one: Comparison) -> bool:
+    return all(
+        len(side.samples) >= LEAST_SAMPLES and len(np.unique(side.buckets)) >= LEAST_TIMES
+        for side in (one.baseline, one.window)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """``low`` and ``high``: the interval of the ratio; ``chance``: of such a tail without a change."""
+
+    low: float
+    high: float
+    chance: float
+    certain: bool
+
+
+def _change(one: Comparison) -> _Change:
+    sides = [(side.parts.total, side.samples.weight, side.buckets) for side in (one.baseline, one.window)]
+    low, high = ratio_interval(sides[0], sides[1], one.level)
+    limit = one.before_s
+    tails = [(side.parts.total > limit).astype(float) for side in (one.baseline, one.window)]
+    everyone = [np.ones(len(tail), bool) for tail in tails]
+    chance = one.chance((tails[0], tails[1]), (everyone[0], everyone[1]))
+    certain = (
+        one.after_s >= LEAST_RATIO * one.before_s
+        and one.change_s >= LEAST_RISE_S[one.metric]
+        and low > 1.0
+        and chance < FAMILY_CHANCE
+    )
+    return _Change(low, high, chance, certain)
+
+
+def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric, level: float) -> Diagnosis:
+    spans = window.span(model), baseline.span(model)
+    of = f" of {model}" if model else ""
+    which, span = ("window", spans[0]) if spans[0].samples < LEAST_SAMPLES else ("baseline", spans[1])
+    text = (
+        f"the {which} has {span.samples} sampled requests{of} that finished; a comparison needs {LEAST_SAMPLES}, "
+        f"spread over {LEAST_TIMES} moments in each time. Widen it with --from, --to or --since"
+    )
+    return Diagnosis(Verdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
+
+
+def _head(one: Comparison, change: _Change) -> str:
+    return (
+        f"p{100 * one.level:g} of {one.metric}: {ms(one.before_s)}, then {ms(one.after_s)} "
+        f"(ratio {one.after_s / max(1e-9, one.before_s):.2f}, 99 % interval {change.low:.2f} to {change.high:.2f})"
+    )
+
+
+def _stages(one: Comparison) -> tuple[StageChange, ...]:
+    columns = [
+        allocated(side.parts.total, side.samples.weight, one.level, side.samples.stage_parts(one.metric))
+        for side in (one.baseline, one.window)
+    ]
+    whole = one.change_s
+    return tuple(
+        StageChange(
+            name,
+            float(before_s),
+            float(after_s),
+            float(after_s - before_s) / whole if abs(whole) > 1e-9 else 0.0,
+        )
+        for name, before_s, after_s in zip(STAGES, *columns, strict=True)
+    )
+
+
+def _unchanged(
+    one: Comparison, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
+) -> Diagnosis:
+    tree = (TreeStep(0, f"{name}: {_head(one, change)}"), TreeStep(1, "no certain rise: nothing to explain"))
+    others = f"; nor did another of {models} models" if models > 1 else ""
+    return Diagnosis(
+        Verdict.NO_CAUSE_FOUND,
+        f"the latency of {name} did not rise beyond chance and {LEAST_RATIO:g} times its baseline{others}",
+        name,
+        one.metric,
+        one.level,
+        window.span(name),
+        baseline.span(name),
+        one.before_s,
+        one.after_s,
+        _stages(one),
+        tree,
+        prices=_prices(one),
+    )
+
+
+def _prices(one: Comparison) -> tuple[float, float, float, float]:
+    prices = one.prices
+    return prices.step_s, prices.prefill_s, prices.decode_s, prices.attended_s
+
+
+def _explain(
+    one: Comparison, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
+) -> Diagnosis:
+    stages = _stages(one)
+    tree = [TreeStep(0, f"{name}: {_head(one, change)}")]
+    tree += [
+        TreeStep(
+            1,
+            f"{each.stage}: {ms(each.baseline_s)}, then {ms(each.window_s)}: {each.share:.0%} of the change",
+        )
+        for each in sorted(stages, key=lambda each: -each.share)
+        if abs(each.share) >= 0.05
+    ]
+    tree += [TreeStep(2, text) for text in _part_texts(one)]
+    causes, tested = _causes(one, models)
+    tree += tested
+    if not causes:
+        verdict, message = (
+            Verdict.NO_CAUSE_FOUND,
+            (f"the latency rose, and no suspect explains {LEAST_SHARE:.0%} of it beyond chance"),
+        )
+    else:
+        first = causes[0]
+        share = first.share_s / one.change_s
+        verdict = Verdict.CAUSE_FOUND
+        message = f"{first.kind} ({first.subject}) explains {min(1.0, share):.0%} of the rise"
+    return Diagnosis(
+        verdict,
+        message,
+        name,
+        one.metric,
+        one.level,
+        window.span(name),
+        baseline.span(name),
+        one.before_s,
+        one.after_s,
+        stages,
+        tuple(tree),
+        causes,
+        _prices(one),
+    )
+
+
+def _part_texts(one: Comparison) -> list[str]:
+    """Return the parts that changed most at the quantile."""
+    found = []
+    for side in (one.baseline, one.window):
+        table = np.stack([side.parts[part] for part in Part], axis=1)
+        found.append(allocated(side.parts.total, side.samples.weight, one.level, table))
+    shares = (found[1] - found[0]) / one.change_s
+    order = np.argsort(-shares)[:4]
+    return [
+        f"{list(Part)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: {shares[at]:.0%} of the change"
+        for at in order
+        if shares[at] >= 0.1
+    ]
+
+
+def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeStep]]:
+    """Return the causes in their order, and what was tested.
+
+    Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979, over the suspects of all models.
+    """
+    suspects = sorted(suspects_of(one), key=lambda each: each.chance)
+    tests = max(_LEAST_TESTS, len(suspects)) * max(1, models)
+    causes, tree, holds = list[Cause](), list[TreeStep](), True
+    for place, suspect in enumerate(suspects):
+        holds = holds and suspect.chance <= FAMILY_CHANCE / (tests - place)
+        share_s = one.explained_s(suspect.values, suspect.weights)
+        share = share_s / one.change_s
+        named = f"{suspect.kind} ({suspect.subject})"
+        if not holds:
+            tree.append(TreeStep(3, f"{named}: it may have changed by chance ({suspect.chance:.2g})"))
+        elif share < LEAST_SHARE:
+            tree.append(
+                TreeStep(
+                    3, f"{named}: without it the quantile is {share:.0%} of the change lower: too little"
+                )
+            )
+        else:
+            late = _is_late(one, suspect)
+            score = min(1.0, share) * (0.5 if late else 1.0)
+            tree.append(TreeStep(3, f"{named}: without it {share:.0%} of the change goes"))
+            causes.append(_cause(one, suspect, score, share_s, late=late))
+    causes.sort(key=lambda each: (-each.score, -each.share_s, each.kind, each.subject))
+    return tuple(causes[:_MOST_CAUSES]), tree
+
+
+def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, late: bool) -> Cause:
+    order = (
+        "order: it rose after the latency did, as an effect does"
+        if late
+        else "order: it rose no later than the latency"
+    )
+    return Cause(
+        suspect.kind,
+        suspect.subject,
+        score,
+        share_s,
+        one.after_s - share_s,
+        (*suspect.evidence, order, f"chance of its change in a quiet window: {suspect.chance:.1g}"),
+        _next(suspect, one),
+    )
+
+
+def _is_late(one: Comparison, suspect: Suspect) -> bool:
+    """Whether the suspect rose clearly after the latency, within the window."""
+    window = suspect.figure[1]
+    values = _tails(one, one.window)
+    if abs(one.baseline.end_s - one.window.begin_s) > 2 * one.bucket_s or len(window) != len(values):
+        return False
+    rose = _rise(suspect.figure[0], window), _rise(_tails(one, one.baseline), values)
+    return rose[0] > rose[1] + 3
+
+
+def _tails(one: Comparison, side: Side) -> Floats:
+    return side.means((side.parts.total > one.before_s).astype(float), np.ones(len(side.samples), bool))
+
+
+def _rise(before: Floats, after: Floats) -> int:
+    """Return the first bucket of the window in which a figure is above its middle."""
+    if not len(before) or not len(after):
+        return 0
+    middle = (float(np.mean(before)) + float(np.max(after))) / 2
+    above = np.flatnonzero(after >= middle)
+    return int(above[0]) if len(above) else 0
+
+
+_NEXT: Final = {
+    CauseKind.ARRIVALS_GREW: "fairway tenants update {subject} --requests-per-minute N",
+    CauseKind.PROMPTS_GREW: "fairway tenants update {subject} --input-tokens-per-minute N",
+    CauseKind.OUTPUTS_GREW: "fairway tenants update {subject} --output-tokens-per-minute N",
+    CauseKind.CACHE_HITS_FELL: "fairway usage --group-by tenant --since 1h",
+    CauseKind.SLOW_WORKER: "fairway nodes drain {subject}",
+    CauseKind.SLOW_VERSION: "fairway rollouts list",
+    CauseKind.NOISY_NEIGHBOUR: "fairway tenants update {subject} --input-tokens-per-minute N",
+    CauseKind.PREEMPTED: "fairway queue",
+    CauseKind.QUOTA_STORE_SLOW: "redis-cli --latency -h HOST",
+    CauseKind.ZONE_NETWORK_SLOW: "fairway nodes list -o wide",
+    CauseKind.READER_STALLED: "fairway requests list --slow --tenant {subject}",
+    CauseKind.LOG_DISK_SLOW: "fairway status -o wide",
+    CauseKind.BUCKETS_FRAGMENTED: "fairway deployments show {subject}",
+    CauseKind.VERSION_LOAD: "fairway nodes show {subject}",
+    CauseKind.CAPACITY_LOST: "fairway deployments show {subject}",
+}
+
+
+def _next(suspect: Suspect, one: Comparison) -> str:
+    return _NEXT[suspect.kind].format(subject=suspect.subject)
+
+
+def change_in(samples: Samples, metric: Metric, level: float, begin_s: float, end_s: float) -> float | None:
+    """Return when the latency changed last within a time, None if it did not.
+
+    The quantile of each of 60 buckets is split at the change of ``change_point``, and the part after it again.
+    """
+    bucket_s = max(2.0, (end_s - begin_s) / 60)
+    values = samples.metric(metric)
+    numbers = np.floor((samples.ended_s - begin_s) / bucket_s)
+    places, series = [], []
+    for number in np.unique(numbers):
+        mask = numbers == number
+        if mask.sum() >= 5:
+            places.append(number)
+            series.append(quantile(values[mask], samples.weight[mask], level))
+    found, first, table = None, 0, np.array(series)
+    while True:
+        at, chance = change_point(table[first:])
+        after, before = table[first + at :], table[first : first + at]
+        if (
+            chance > FAMILY_CHANCE
+            or not len(before)
+            or float(np.median(after)) < LEAST_RATIO * float(np.median(before))
+        ):
+            return found
+        first += at
+        found = begin_s + float(places[first]) * bucket_s
