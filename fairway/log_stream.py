@@ -29,8 +29,8 @@ def lost_notice(lines: int) -> str:
 class LogStream(io.TextIOBase):
     """A text stream on a descriptor, for ``sys.stderr``.
 
-    ``lost`` counts dropped lines, ``spent_s`` the time in writes; ``notice`` precedes the next line that is written. Thread-safe. Never
-    closes the descriptor.
+    ``lost`` counts dropped lines, ``spent_s`` the time in writes; ``notice`` precedes the next line that is
+    written. Thread-safe. Never closes the descriptor.
     """
 
     encoding = "utf-8"

@@ -60,8 +60,8 @@ def shown(found: cp.DiagnoseLatencyResponse) -> str:
         lines += [f"  {'  ' * step.depth}{step.text}\n" for step in found.tree]
     for place, cause in enumerate(found.causes, 1):
         lines.append(
-            f"\n{place}. {cause.kind} {cause.subject}: score {cause.score:.2f}, explains {_ms(cause.share_s)}, "
-            f"without it {_ms(cause.counterfactual_s)}\n"
+            f"\n{place}. {cause.kind} {cause.subject}: score {cause.score:.2f}, explains "
+            f"{_ms(cause.share_s)}, without it {_ms(cause.counterfactual_s)}\n"
         )
         lines += [f"   {text}\n" for text in cause.evidence]
         lines.append(f"   next: {cause.next}\n")
@@ -110,7 +110,7 @@ def add_diagnose(app: typer.Typer) -> None:
             str,
             typer.Option(
                 "--baseline",
-                help="A saved baseline; auto: the time before, else the same hours of days before.",
+                help="A saved baseline; auto: the time before, else stored hours.",
             ),
         ] = "auto",
         tenant: Annotated[

@@ -182,7 +182,7 @@ class GrpcSlis(LeaderCalls):
 
 
 class GrpcDiagnoses(LeaderCalls):
-    """Diagnoses by the leading control plane. Implements ``controlplane.diagnosis.listing.LeadingDiagnoses``."""
+    """Diagnoses by the leader. Implements ``controlplane.diagnosis.listing.LeadingDiagnoses``."""
 
     ROLE = "control plane"
 

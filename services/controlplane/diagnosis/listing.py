@@ -98,7 +98,7 @@ class Diagnoses:
         found = await in_thread(self._samples.find, begin_s or end_s - LOOK_BACK_S, end_s)
         if len(found.requests) < LEAST_SAMPLES:
             raise InvalidInput(
-                f"{len(found.requests)} sampled requests ended in that time; a baseline needs {LEAST_SAMPLES}",
+                f"{len(found.requests)} sampled requests ended then; a baseline needs {LEAST_SAMPLES}",
                 field="start_time",
             )
         await self._samples.save(request.name, found)
@@ -157,9 +157,7 @@ def _difference(name: str, baseline: Found, window: Found) -> str:
         return f"the baseline {name} is of another installation: save one here"
     if baseline.devices and window.devices and baseline.devices != window.devices:
         had, has = ", ".join(baseline.devices), ", ".join(window.devices)
-        return (
-            f"the baseline {name} is of workers with {had}, the fleet now has {has}: save one of this fleet"
-        )
+        return f"the baseline {name} is of workers with {had}, the fleet has {has}: save one of this fleet"
     models = {one.model for one in window.requests}
     if models and not models & {one.model for one in baseline.requests}:
         return (
@@ -180,11 +178,9 @@ def _diagnosed(
 
 
 def _span_message(span: Span) -> pb.DiagnosedSpan:
-    return pb.DiagnosedSpan(
-        requests=span.requests,
-        samples=span.samples,
-        **{"from": timestamp(span.begin_s), "to": timestamp(span.end_s)},
-    )
+    message = pb.DiagnosedSpan(requests=span.requests, samples=span.samples, to=timestamp(span.end_s))
+    getattr(message, "from").CopyFrom(timestamp(span.begin_s))
+    return message
 
 
 def _message(

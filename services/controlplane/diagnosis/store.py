@@ -62,7 +62,7 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Source:
-    """One life of a gateway. ``skews_s``: how far its newest reports were behind this clock when they came."""
+    """One life of a gateway. ``skews_s``: how far its newest reports were behind this clock on arrival."""
 
     skews_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REPORTS))
     gateway: str = ""
@@ -169,8 +169,8 @@ class SampleStore:
                 found.append(text)
             if source.gateway and begin_s <= source.seen_s < end_s - 3 * BUCKET_S:
                 found.append(
-                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was idle, or "
-                    "ended with up to 2 s of requests unreported"
+                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was idle, "
+                    "or ended with up to 2 s of requests unreported"
                 )
         return tuple(found)
 
@@ -335,10 +335,9 @@ def samples_message(found: Found, most: int = MAX_OF_HOUR, seed: float = 0.0) ->
         scale = len(requests) / most
         requests = Random(seed).sample(requests, most)
     message = pb.RequestSamples(
-        installation=found.installation,
-        devices=found.devices,
-        **{"from": timestamp(found.begin_s), "to": timestamp(found.end_s)},
+        installation=found.installation, devices=found.devices, to=timestamp(found.end_s)
     )
+    getattr(message, "from").CopyFrom(timestamp(found.begin_s))
     for request in requests:
         one = finished_to_proto(request)
         one.weight *= scale

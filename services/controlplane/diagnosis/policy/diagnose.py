@@ -78,8 +78,7 @@ class TreeStep:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """``share_s``: the part of the change that it explains. ``counterfactual_s``: the window's quantile without
-    it."""
+    """``share_s``: what it explains of the change. ``counterfactual_s``: the window's quantile without it."""
 
     kind: CauseKind
     subject: str
@@ -169,8 +168,8 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
     of = f" of {model}" if model else ""
     which, span = ("window", spans[0]) if spans[0].samples < LEAST_SAMPLES else ("baseline", spans[1])
     text = (
-        f"the {which} has {span.samples} sampled requests{of} that finished; a comparison needs {LEAST_SAMPLES}, "
-        f"spread over {LEAST_TIMES} moments in each time. Widen it with --from, --to or --since"
+        f"the {which} has {span.samples} sampled requests{of} that finished; a comparison needs "
+        f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. Widen it with --from, --to or --since"
     )
     return Diagnosis(Verdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
 
@@ -178,7 +177,8 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
 def _head(one: Comparison, change: _Change) -> str:
     return (
         f"p{100 * one.level:g} of {one.metric}: {ms(one.before_s)}, then {ms(one.after_s)} "
-        f"(ratio {one.after_s / max(1e-9, one.before_s):.2f}, 99 % interval {change.low:.2f} to {change.high:.2f})"
+        f"(ratio {one.after_s / max(1e-9, one.before_s):.2f}, 99 % interval {change.low:.2f} to "
+        f"{change.high:.2f})"
     )
 
 
@@ -277,7 +277,8 @@ def _part_texts(one: Comparison) -> list[str]:
     shares = (found[1] - found[0]) / one.change_s
     order = np.argsort(-shares)[:4]
     return [
-        f"{list(Part)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: {shares[at]:.0%} of the change"
+        f"{list(Part)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: "
+        f"{shares[at]:.0%} of the change"
         for at in order
         if shares[at] >= 0.1
     ]
@@ -379,7 +380,7 @@ def _next(suspect: Suspect, one: Comparison) -> str:
 def change_in(samples: Samples, metric: Metric, level: float, begin_s: float, end_s: float) -> float | None:
     """Return when the latency changed last within a time, None if it did not.
 
-    The quantile of each of 60 buckets is split at the change of ``change_point``, and the part after it again.
+    The quantiles of 60 buckets are split at their ``change_point``, and those after it again.
     """
     bucket_s = max(2.0, (end_s - begin_s) / 60)
     values = samples.metric(metric)

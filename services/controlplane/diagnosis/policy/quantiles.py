@@ -1,4 +1,4 @@
-"""A quantile, its change divided over parts, and how certain a change is. Pure; random draws have a fixed seed."""
+"""A quantile, its change divided over parts, and how certain a change is. Random draws have a fixed seed."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def allocated(values: Floats, weights: Floats, level: float, parts: Floats) -> F
 def rises(before: Floats, after: Floats) -> float:
     """Return the probability of such a rise if both had one distribution.
 
-    Mann and Whitney, On a Test of Whether one of Two Random Variables is Stochastically Larger than the Other,
-    1947, with its normal approximation, corrected for ties and continuity.
+    Mann and Whitney, On a Test of Whether one of Two Random Variables is Stochastically Larger than the
+    Other, 1947, with its normal approximation, corrected for ties and continuity.
     """
     first, second = len(before), len(after)
     if not first or not second:

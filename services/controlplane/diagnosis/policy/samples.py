@@ -1,8 +1,8 @@
 """Sampled requests as columns, and the parts of their latency.
 
-Each part answers one question: did the request wait for the quota store, for room, for the network, for its own
-prompt, for the prompts of others, for a step that took longer than its work? The parts of a request sum to its
-latency.
+Each part answers one question: did the request wait for the quota store, for room, for the network, for its
+own prompt, for the prompts of others, for a step that took longer than its work? The parts of a request sum
+to its latency.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FleetMoment:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Requests that finished, in columns of one length. Times are seconds; steps are those of ``StepSums``."""
+    """Requests that finished, in columns of one length. Times are seconds, steps those of ``StepSums``."""
 
     ended_s: Floats
     weight: Floats
@@ -104,10 +104,10 @@ class Samples:
     def metric(self, metric: Metric) -> Floats:
         """Return the latency of each request; of one without a second token, an ITL of 0."""
         if metric is Metric.TTFT:
-            return self.stages[:, :DECODE].sum(axis=1)
+            return np.asarray(self.stages[:, :DECODE].sum(axis=1))
         if metric is Metric.ITL:
-            return self.stages[:, DECODE] / np.maximum(1.0, self.output - 1)
-        return self.stages.sum(axis=1)
+            return np.asarray(self.stages[:, DECODE] / np.maximum(1.0, self.output - 1))
+        return np.asarray(self.stages.sum(axis=1))
 
     def stage_parts(self, metric: Metric) -> Floats:
         """Return the stages of each request, which sum to its metric."""
@@ -170,7 +170,7 @@ def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) ->
 
 @dataclass(frozen=True, slots=True)
 class StepPrices:
-    """Seconds that a step, a prompt token, a decoded token and a token read by decodes take in the baseline."""
+    """Seconds of a step, a prompt token, a decoded token and a token that decodes read, in the baseline."""
 
     step_s: float = 0.0
     prefill_s: float = 0.0

@@ -49,7 +49,7 @@ class CauseKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """``values`` and ``weights``: the window's requests without it. ``chance``: of its change without a cause."""
+    """``values`` and ``weights``: the window's requests without it. ``chance``: of its change by chance."""
 
     kind: CauseKind
     subject: str
@@ -79,7 +79,8 @@ def suspects_of(found: Comparison) -> Iterator[Suspect]:
 
 
 def _both(found: Comparison, name: str, value: str) -> tuple[Mask, Mask]:
-    return tuple(getattr(side.samples, name) == value for side in (found.baseline, found.window))  # type: ignore[return-value]
+    before, after = found.baseline.samples, found.window.samples
+    return getattr(before, name) == value, getattr(after, name) == value
 
 
 def _values(found: Comparison, name: str) -> list[str]:
@@ -342,8 +343,8 @@ def _loads(found: Comparison) -> Iterator[Suspect]:
             samples.weight,
             min(rises(*figure), found.chance(waits, (rest, during))),
             (
-                f"{worker} fetched or loaded a version for about {max(times) - min(times) + 2:.0f} s; its steps "
-                f"took {ratio:.2f} times as long then",
+                f"{worker} fetched or loaded a version for about {max(times) - min(times) + 2:.0f} s; "
+                f"its steps took {ratio:.2f} times as long then",
                 f"control: {peers:.2f} times on other workers",
             ),
             figure,
@@ -576,7 +577,8 @@ class _Demand:
             saved = np.where(masks[1], found.window.parts[Part.OWN_PREFILL] * lost, 0.0)
             saved = saved + self._unloaded((tenant, "cache"))
             model_saved = model_saved + saved
-            text = f"cache hits of {tenant}: {before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
+            ratios = f"{before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
+            text = f"cache hits of {tenant}: {ratios}"
             if not whole:
                 yield self._suspect(
                     CauseKind.CACHE_HITS_FELL,
