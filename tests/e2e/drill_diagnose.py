@@ -18,21 +18,28 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from fairway.cli.calls import credentials_of
 from fairway.client import AdminClient
 from fairway.client.values import Priority
 from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
-from tests.chaos.fleet import Fleet, Shape
+from tests.chaos.fleet import Fleet, Shape, read_page
 from tests.chaos.proxy import Rule
 from tests.e2e.diagnosed_traffic import CHAT, EMBED, Habits, Traffic, summary
 from tests.support.live_faults import FILE_VARIABLE, write_fault
@@ -60,7 +67,12 @@ HABITS: Final = {
     "theo": Habits(),
     "vera": Habits(per_s=6.0, model=EMBED, prompt_tokens=(128, 128)),
 }
-WARM_S, BASELINE_S, SETTLE_S, WINDOW_S, RECOVER_S = 12.0, 40.0, 5.0, 30.0, 8.0
+WARM_S, BASELINE_S, SETTLE_S, WINDOW_S, RECOVER_S = 12.0, 40.0, 5.0, 30.0, 5.0
+REPORT_S: Final = 5.0  # gateways report what they finished within it
+DIAGNOSIS_S: Final = 120.0
+BASELINE: Final = "usual"
+NEW: Final = "new"  # a version that an action published
+OUT: Final = ROOT / "build/drill-diagnose"
 LEAST_MOVE: Final = 1.5  # ratio of a planted metric's p95 to that of the baseline
 AIMS: Final = {"named_first": 0.9, "named_in_three": 1.0, "false_accusations": 0, "recorder_overhead": 0.01}
 
@@ -110,13 +122,16 @@ class Drill:
     traffic: Traffic
     folder: Path
     faults: Path
+    out: Path
+    names: dict[str, str]  # names of the file, by what a diagnosis calls them
     versions: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
     async def publish(self, step_ratio: float) -> str:
         """Return the tag of a new version."""
         tag = f"v{self.versions()}"
         written = await asyncio.to_thread(write_version, self.folder / tag, step_ratio)
-        await self.admin.models.publish(written, CHAT, tag)
+        published = await self.admin.models.publish(written, CHAT, tag)
+        self.names[published.digest] = NEW
         return tag
 
 
@@ -198,17 +213,22 @@ def read_cases(path: Path) -> list[Case]:
 # --- the drill ---------------------------------------------------------------------------------------
 
 
-async def run(drill: Drill, cases: Sequence[Case], out: Path, *, diagnoses: bool) -> list[Window]:
+async def run(drill: Drill, cases: Sequence[Case], *, diagnoses: bool) -> list[Window]:
     await asyncio.sleep(WARM_S)
     from_s = time.time()
     await asyncio.sleep(BASELINE_S)
     baseline = from_s, time.time()
+    await asyncio.sleep(REPORT_S)
+    if diagnoses:
+        await drill.admin.diagnoses.save_baseline(
+            BASELINE, start=datetime.fromtimestamp(from_s, UTC), end=datetime.fromtimestamp(baseline[1], UTC)
+        )
     found = []
     for case in cases:
         window = await observed(drill, case, baseline)
         if diagnoses:
-            window = await diagnosed(drill, window, baseline)
-        (out / f"{case.name}.json").write_text(json.dumps(asdict(window), indent=1, default=str))
+            window = await diagnosed(drill, window)
+        (drill.out / f"{case.name}.json").write_text(json.dumps(asdict(window), indent=1, default=str))
         print(line(window), flush=True)
         found.append(window)
         await asyncio.sleep(RECOVER_S)
@@ -225,13 +245,49 @@ async def observed(drill: Drill, case: Case, baseline: tuple[float, float]) -> W
         from_s = time.time()
         await asyncio.sleep(WINDOW_S)
         to_s = time.time()
+    await asyncio.sleep(REPORT_S)
     before = drill.traffic.between(*baseline, model=case.model)
     during = drill.traffic.between(from_s, to_s, model=case.model)
     return Window(case, from_s, to_s, summary(before, case.metric), summary(during, case.metric))
 
 
-async def diagnosed(drill: Drill, window: Window, baseline: tuple[float, float]) -> Window:
-    raise NotImplementedError
+async def diagnosed(drill: Drill, window: Window) -> Window:
+    """Return the window with the command's answer; its samples go to a file of their own."""
+    case, addresses = window.case, drill.fleet.addresses
+    options = {
+        "--model": case.model,
+        "--metric": case.metric,
+        "--from": _moment(window.from_s),
+        "--to": _moment(window.to_s),
+        "--baseline": BASELINE,
+        "--samples": str(drill.out / f"{case.name}.samples.json"),
+        "--output": "json",
+        "--controlplane": addresses.of("controlplane"),
+        "--admin-key": drill.fleet.admin_key,
+    }
+    command = [sys.executable, "-m", "fairway.cli.main", "diagnose", *itertools.chain(*options.items())]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("FAIRWAY_")}
+    environment["FAIRWAY_TLS_DIR"] = str(addresses.certs)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DIAGNOSIS_S,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"fairway diagnose failed: {done.stdout}{done.stderr}")
+    answer = json.loads(done.stdout)
+    for cause in answer.get("causes", ()):
+        cause["subject"] = drill.names.get(cause["subject"], cause["subject"])
+    return replace(window, answer=answer)
+
+
+def _moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()
 
 
 def line(window: Window) -> str:
@@ -242,7 +298,7 @@ def line(window: Window) -> str:
 
 
 @asynccontextmanager
-async def installed(root: Path) -> AsyncIterator[Drill]:
+async def installed(root: Path, out: Path) -> AsyncIterator[Drill]:
     """Yield the drill under its background traffic."""
     faults = root / "faults.json"
     settings = {**SETTINGS, FILE_VARIABLE: str(faults)}
@@ -256,7 +312,9 @@ async def installed(root: Path) -> AsyncIterator[Drill]:
         ) as admin:
             keys = {name: await new_tenant(admin, name) for name in HABITS}
             gateways = [addresses.of(f"{name}_grpc") for name in addresses.gateway_names]
-            drill = Drill(fleet, admin, Traffic(gateways, keys, dict(HABITS)), root, faults)
+            traffic = Traffic(gateways, keys, dict(HABITS))
+            names = {address: name for name, address in fleet.gateways.items()}
+            drill = Drill(fleet, admin, traffic, root, faults, out, names)
             await admin.models.publish(await asyncio.to_thread(embedding_of, root / "embed"), EMBED, "v0")
             for model, tag, replicas, executor in (
                 (CHAT, await drill.publish(1.0), SHAPE.workers, "null"),
@@ -290,32 +348,84 @@ async def new_tenant(admin: AdminClient, name: str) -> str:
     return (await admin.keys.create(key)).secret
 
 
-async def drilled(cases: Sequence[Case], out: Path, *, diagnoses: bool) -> list[Window]:
-    async with installed(out) as drill:
-        found = await run(drill, cases, out, diagnoses=diagnoses)
-        failures = [one.failure for one in drill.traffic.sent if one.failure]
-        print(
-            f"requests: {len(drill.traffic.sent)}; failed: {len(failures)} {sorted(set(failures))[:5]}; "
-            f"not sent: {dict(drill.traffic.dropped)}",
-            flush=True,
-        )
-        return found
+async def drilled(cases: Sequence[Case], out: Path, *, diagnoses: bool) -> tuple[list[Window], float | None]:
+    """Return the windows, and the overhead of the flight recorder meanwhile."""
+    with tempfile.TemporaryDirectory(prefix="fairway-diagnose-") as folder:
+        async with installed(Path(folder), out) as drill:
+            found = await run(drill, cases, diagnoses=diagnoses)
+            overhead = await asyncio.to_thread(recorder_overhead, drill.fleet)
+            traffic = drill.traffic
+    failures = Counter(one.failure for one in traffic.sent if one.failure)
+    print(f"requests: {len(traffic.sent)}; failures: {dict(failures.most_common(5))}; ", end="")
+    print(f"not sent: {dict(traffic.dropped)}", flush=True)
+    return found, overhead
+
+
+def recorder_overhead(fleet: Fleet) -> float | None:
+    """Return the time that the workers' agents spent in the flight recorder over their processor time.
+
+    None where no worker exports it.
+    """
+    spent_s = used_s = 0.0
+    for name in fleet.addresses.worker_names:
+        page = read_page(f"http://{fleet.addresses.of(f'{name}_metrics')}/metrics")
+        spent_s += sum(samples_of(page, "fairway_worker_recorder_seconds_total"))
+        used_s += sum(psutil.Process(fleet.pids()[name]).cpu_times()[:2])
+    return round(spent_s / used_s, 5) if spent_s else None
+
+
+def samples_of(page: str, name: str) -> list[float]:
+    """Return the values of a metric on a page of metrics."""
+    lines = (line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+def result_of(windows: Sequence[Window], overhead: float | None) -> dict[str, float | None]:
+    """Return the figures of the last line; None for what was not measured."""
+    causes = [window for window in windows if window.case.kind]
+    places = [window.place for window in causes]
+    first, three = places.count(0), sum(place is not None and place < 3 for place in places)
+    return {
+        "named_first": round(first / len(causes), 3) if causes else None,
+        "named_in_three": round(three / len(causes), 3) if causes else None,
+        "false_accusations": sum(bool(window.named) for window in windows if not window.case.kind),
+        "recorder_overhead": overhead,
+    }
+
+
+def failures_of(windows: Sequence[Window], result: Mapping[str, float | None]) -> list[str]:
+    """Return which demands the drill misses."""
+    missed = [
+        f"{window.case.name} moved its p95 by {window.moved:.2f}, below {LEAST_MOVE:g}: nothing was planted"
+        for window in windows
+        if window.case.kind and window.moved < LEAST_MOVE
+    ]
+    for name, aim in AIMS.items():
+        value, least = result[name], name.startswith("named")
+        if value is None or (value < aim if least else value > aim):
+            missed.append(f"{name} is {value}, {'below' if least else 'above'} {aim:g}")
+    return missed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="drill_diagnose")
     parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--plant-only", action="store_true")
     arguments = parser.parse_args()
     cases = read_cases(CAUSES)
-    if only := set(filter(None, arguments.only.split(","))):
-        if unknown := only - {case.name for case in cases}:
-            parser.error(f"there is no window {', '.join(sorted(unknown))}")
-        cases = [case for case in cases if case.name in only]
+    only = set(filter(None, arguments.only.split(",")))
+    if unknown := only - {case.name for case in cases}:
+        parser.error(f"there is no window {', '.join(sorted(unknown))}: {[case.name for case in cases]}")
+    chosen = [case for case in cases if not only or case.name in only]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    asyncio.run(drilled(cases, arguments.out, diagnoses=not arguments.plant_only))
-    return 0
+    windows, overhead = asyncio.run(drilled(chosen, arguments.out, diagnoses=not arguments.plant_only))
+    result = result_of(windows, overhead)
+    failures = failures_of(windows, result)
+    for failure in failures:
+        print(f"FAILED: {failure}", flush=True)
+    print("RESULT", json.dumps(result))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
