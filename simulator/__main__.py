@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "tiers": ("simulator.lab.tiers", "burst and lose nodes among tenants of every isolation tier"),
     "scale": ("simulator.fleet.scale", "run a thousand workers and a million requests in one run"),
     "simulate": ("simulator.lab.runner", "run a scenario and report latencies, goodput and fairness"),
+    "window": ("simulator.lab.window", "replay a window of requests with and without a suspect"),
     "compare": ("simulator.lab.compare", "run traces on this scheduler and on simpler ones"),
     "handoff": ("simulator.handoff.map", "map where prefill and decode apart serve more"),
     "batching": ("simulator.batcher.sweep", "compare the derived batch window with fixed ones"),

@@ -5536,6 +5536,8 @@ class DiagnosedCause(_message.Message):
     COUNTERFACTUAL_S_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     NEXT_FIELD_NUMBER: _builtins.int
+    REPLAYED_S_FIELD_NUMBER: _builtins.int
+    REPLAYED_WITHOUT_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """CauseKind in services/controlplane/diagnosis/policy/suspects.py."""
     subject: _builtins.str
@@ -5547,6 +5549,9 @@ class DiagnosedCause(_message.Message):
     """The quantile of the window without it."""
     next: _builtins.str
     """The next command."""
+    replayed_s: _builtins.float
+    """The quantile of the window in the simulator, with and without it. The command line adds them."""
+    replayed_without_s: _builtins.float
     @_builtins.property
     def evidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -5559,12 +5564,21 @@ class DiagnosedCause(_message.Message):
         counterfactual_s: _builtins.float = ...,
         evidence: _abc.Iterable[_builtins.str] | None = ...,
         next: _builtins.str = ...,
+        replayed_s: _builtins.float | None = ...,
+        replayed_without_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replayed_s", b"_replayed_s", "_replayed_without_s", b"_replayed_without_s", "replayed_s", b"replayed_s", "replayed_without_s", b"replayed_without_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counterfactual_s", b"counterfactual_s", "evidence", b"evidence", "kind", b"kind", "next", b"next", "score", b"score", "share_s", b"share_s", "subject", b"subject"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replayed_s", b"_replayed_s", "_replayed_without_s", b"_replayed_without_s", "counterfactual_s", b"counterfactual_s", "evidence", b"evidence", "kind", b"kind", "next", b"next", "replayed_s", b"replayed_s", "replayed_without_s", b"replayed_without_s", "score", b"score", "share_s", b"share_s", "subject", b"subject"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replayed_s: _TypeAlias = _typing.Literal["replayed_s"]  # noqa: Y015
+    _WhichOneofArgType__replayed_s: _TypeAlias = _typing.Literal["_replayed_s", b"_replayed_s"]  # noqa: Y015
+    _WhichOneofReturnType__replayed_without_s: _TypeAlias = _typing.Literal["replayed_without_s"]  # noqa: Y015
+    _WhichOneofArgType__replayed_without_s: _TypeAlias = _typing.Literal["_replayed_without_s", b"_replayed_without_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replayed_s) -> _WhichOneofReturnType__replayed_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replayed_without_s) -> _WhichOneofReturnType__replayed_without_s | None: ...
 
 Global___DiagnosedCause: _TypeAlias = DiagnosedCause  # noqa: Y015
 

@@ -17,7 +17,7 @@ from services.core.generation import RunFacts, StageClock, StepSums, Usage
 from services.core.records import Priority
 
 STEP_S, ROW_S, PREFILL_S, ATTENDED_S = 8e-3, 2e-4, 6e-5, 2e-7
-SLOTS, CHUNK = 6, 512
+SLOTS, CHUNK = 3, 1024
 WIDTHS = (32, 64, 128, 256, 512)
 
 

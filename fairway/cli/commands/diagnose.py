@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from fairway.cli import completion
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import Format, OutputOption, parse_past
+from fairway.cli.replay import replay
 from fairway.cli.terminal.cells import moment
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, text_of, write_document
 from fairway.cli.terminal.output import out, plain
@@ -120,6 +122,9 @@ def add_diagnose(app: typer.Typer) -> None:
         save_baseline: Annotated[
             str, typer.Option("--save-baseline", metavar="NAME", help="Keep the time as a baseline instead.")
         ] = "",
+        replayed: Annotated[
+            bool, typer.Option("--replay/--no-replay", help="Test causes in the simulator, for seconds.")
+        ] = True,
         samples: Annotated[
             Path | None,
             typer.Option("--samples", help="File to write the answer with its sampled requests to."),
@@ -150,14 +155,16 @@ def add_diagnose(app: typer.Typer) -> None:
             start=began,
             end=end,
             baseline=baseline,
-            samples=samples is not None,
+            samples=replayed or samples is not None,
             timeout_s=_TIMEOUT_S,
         )
         found = await checked(asking, what="cannot diagnose")
+        if replayed:
+            await asyncio.to_thread(replay, found)
         if samples is not None:
             samples.write_text(text_of(document_of(found), Format.JSON))
-            found.ClearField("window_samples")
-            found.ClearField("baseline_samples")
+        found.ClearField("window_samples")
+        found.ClearField("baseline_samples")
         if output in DOCUMENTS:
             write_document(document_of(found), output)
         else:

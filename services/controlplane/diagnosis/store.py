@@ -21,7 +21,7 @@ from services.adapters.frames import MAX_FRAME_BYTES, opened, sealed
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.policy.samples import FleetMoment
 from services.core.arms import SliReport
-from services.core.errors import IntegrityError, NotFound
+from services.core.errors import FailedPrecondition, IntegrityError, NotFound
 from services.core.estimates.finished import FinishedRequest
 from services.core.records import VersionState, Worker
 from services.ports.clock import Clock
@@ -47,8 +47,9 @@ BEHIND_S: Final = 4.0
 _LOADING: Final = (VersionState.FETCHING, VersionState.LOADING)
 _REPORTS: Final = 16  # reports of a source by which its clock is judged
 _MAX_SOURCES: Final = 1024
-_PREFIX: Final = "samples/"
-_BASELINES: Final = f"{_PREFIX}baselines/"
+_MINUTES: Final = "minutes/"
+_HOURS: Final = "hours/"
+_BASELINES: Final = "baselines/"  # and the name, a hyphen and a number
 
 
 @dataclass(slots=True)
@@ -180,7 +181,7 @@ class SampleStore:
         """Read the stored minutes of the last hour. Raises StoreUnavailable."""
         now_s = self._clock.unix_s()
         oldest = int((now_s - KEPT_S) // MINUTE_S)
-        for name in await self._store.names(f"{_PREFIX}minutes/", after=_minute(oldest)):
+        for name in await self._store.names(_MINUTES, after=_minute(oldest)):
             try:
                 found = await self._read(name)
             except (IntegrityError, NotFound) as error:
@@ -212,17 +213,20 @@ class SampleStore:
 
     async def save(self, name: str, found: Found) -> None:
         """Keep samples as the baseline of this name. Raises StoreUnavailable."""
-        had = await self._store.names(f"{_BASELINES}{name}/")
-        number = int(had[-1].rpartition("/")[2]) + 1 if had else 1
-        await self._create(f"{_BASELINES}{name}/{number:08d}", found)
+        every = await self._store.names(_BASELINES)
+        had = [one for one in every if _baseline(one) == name]
+        if not had and len(every) >= MAX_BASELINES:
+            raise FailedPrecondition(f"{MAX_BASELINES} baselines are saved: save under a name that exists")
+        number = int(had[-1].rpartition("-")[2]) + 1 if had else 1
+        await self._create(f"{_BASELINES}{name}-{number:08d}", found)
         await self._store.delete(had)
 
     async def baseline(self, name: str) -> Found:
         """Return a saved baseline. Raises NotFound, IntegrityError or StoreUnavailable."""
-        had = await self._store.names(f"{_BASELINES}{name}/")
+        every = await self._store.names(_BASELINES)
+        had = [one for one in every if _baseline(one) == name]
         if not had:
-            every = await self._store.names(_BASELINES)
-            names = ", ".join(sorted({one.removeprefix(_BASELINES).partition("/")[0] for one in every})[:8])
+            names = ", ".join(sorted({*map(_baseline, every)})[:8])
             raise NotFound(
                 f"no baseline {name} is saved (saved: {names or 'none'}); "
                 f"`fairway diagnose --save-baseline {name}` saves one",
@@ -234,7 +238,7 @@ class SampleStore:
         """Return the stored hours that a window is compared with: the same hour of the three days before, or
         the three hours before; None without any. Raises StoreUnavailable."""
         hour = int(begin_s // HOUR_S)
-        stored = [int(one.rpartition("/")[2]) for one in await self._store.names(f"{_PREFIX}hours/")]
+        stored = [int(one.rpartition("/")[2]) for one in await self._store.names(_HOURS)]
         earlier = [number for number in stored if number < hour]
         chosen = [number for number in earlier if (hour - number) % 24 == 0][-3:] or earlier[-3:]
         parts = [await self._read(_hour(number)) for number in chosen]
@@ -307,16 +311,20 @@ class SampleStore:
         return await in_thread(_found_from, await self._store.read(name))
 
     async def _prune(self, minute: int, hour: int) -> None:
-        names = [*await self._store.names(f"{_PREFIX}minutes/"), *await self._store.names(f"{_PREFIX}hours/")]
+        names = [*await self._store.names(_MINUTES), *await self._store.names(_HOURS)]
         await self._store.delete([one for one in names if one < _minute(minute) or one < _hour(hour)])
 
 
 def _minute(number: int) -> str:
-    return f"{_PREFIX}minutes/{number:016d}"
+    return f"{_MINUTES}{number:016d}"
+
+
+def _baseline(stored: str) -> str:
+    return stored.removeprefix(_BASELINES).rpartition("-")[0]
 
 
 def _hour(number: int) -> str:
-    return f"{_PREFIX}hours/{number:016d}"
+    return f"{_HOURS}{number:016d}"
 
 
 def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:

@@ -673,6 +673,10 @@ class _Demand:
                 continue
             if above_s > 0.5 * grown_s:
                 continue  # all classes wait alike
+            figure = (
+                found.baseline.rates(higher[0], found.bucket_s),
+                found.window.rates(higher[1], found.bucket_s),
+            )
             tenants = {str(one) for one in found.window.samples.tenant[masks[1]]}
             preempted = found.window.mean(found.window.samples.preemptions, masks[1])
             values = found.window.parts.total - np.where(masks[1], np.maximum(0.0, waits[1] - usual_s), 0.0)
@@ -681,14 +685,14 @@ class _Demand:
                 tenants.pop() if len(tenants) == 1 else name,
                 values,
                 found.window.samples.weight,
-                found.chance((waits[0], waits[1]), masks),
+                max(found.chance((waits[0], waits[1]), masks), rises(*figure)),
                 (
                     f"requests of class {name} waited {ms(usual_s)} on average, then {ms(now_s)}; "
                     f"{preempted:.2f} preemptions per request",
                     f"higher classes asked for {works[0]:.0f} tokens per second, then {works[1]:.0f}",
                     f"control: the wait of higher classes changed by {ms(above_s)}",
                 ),
-                (found.baseline.means(waits[0], masks[0]), found.window.means(waits[1], masks[1])),
+                figure,
             )
 
     def _capacity(self) -> Iterator[Suspect]:
