@@ -11,6 +11,7 @@ import numpy as np
 
 from services.controlplane.diagnosis.policy.quantiles import bucket_means, quantile, rises
 from services.controlplane.diagnosis.policy.samples import (
+    VALIDATE,
     FleetMoment,
     Floats,
     Mask,
@@ -84,6 +85,18 @@ class Comparison:
     @property
     def change_s(self) -> float:
         return self.after_s - self.before_s
+
+    @cached_property
+    def host_ratio(self) -> float:
+        """How many times as long the gateways validate requests: their processors alone decide it.
+
+        Where it grew, hosts are loaded, and whatever they do takes as many times as long.
+        """
+        found = [
+            quantile(side.samples.stages[:, VALIDATE], side.samples.weight, 0.5)
+            for side in (self.baseline, self.window)
+        ]
+        return max(1.0, found[1] / found[0]) if found[0] > 0 else 1.0
 
     def explained_s(self, values: Floats, weights: Floats) -> float:
         """Return by how much lower the quantile of the window is with these values and weights."""

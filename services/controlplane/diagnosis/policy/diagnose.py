@@ -27,6 +27,8 @@ LEAST_SHARE: Final = 0.2  # of the change, by one cause
 FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
+_LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
+_BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
 
 class Verdict(StrEnum):
@@ -307,7 +309,8 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
             )
         else:
             late = _is_late(one, suspect)
-            score = min(1.0, share) * (0.5 if late else 1.0)
+            score = min(1.0, share) * (_LATE if late else 1.0)
+            score *= _BROAD if suspect.kind is CauseKind.ARRIVALS_GREW else 1.0
             tree.append(TreeStep(3, f"{named}: without it {share:.0%} of the change goes"))
             causes.append(_cause(one, suspect, score, share_s, late=late))
     causes.sort(key=lambda each: (-each.score, -each.share_s, each.kind, each.subject))

@@ -130,7 +130,7 @@ def _quota_store(found: Comparison) -> Iterator[Suspect]:
     sends = _without_log(found.baseline, Part.SEND), _without_log(found.window, Part.SEND)
     masks = _everyone(found)
     usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
-    if now_s < usual_s + LEAST_EXCESS_S or now_s < 1.5 * usual_s:
+    if now_s < usual_s + LEAST_EXCESS_S or now_s < 1.5 * usual_s * found.host_ratio:
         return
     ratios: list[float] = []
     for gateway in _values(found, "gateway"):
@@ -154,6 +154,7 @@ def _quota_store(found: Comparison) -> Iterator[Suspect]:
         (
             f"admission took {ms(usual_s)} on average, then {ms(now_s)}",
             f"it did so on each of {max(1, len(ratios))} gateways",
+            f"control: what their processors do took {found.host_ratio:.2f} times as long",
         ),
         (found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])),
     )
@@ -173,7 +174,8 @@ def _zones(found: Comparison) -> Iterator[Suspect]:
             )
             control_s = found.window.mean(columns[1], others[1]) - found.baseline.mean(columns[0], others[0])
             grown_s = now_s - usual_s - max(0.0, control_s)
-            if grown_s < LEAST_EXCESS_S or now_s < 1.5 * usual_s or control_s > 0.5 * (now_s - usual_s):
+            least_s = 1.5 * usual_s * found.host_ratio
+            if grown_s < LEAST_EXCESS_S or now_s < least_s or control_s > 0.5 * (now_s - usual_s):
                 continue
             excess = np.where(masks[1], np.maximum(0.0, columns[1] - usual_s), 0.0)
             yield Suspect(
@@ -284,7 +286,9 @@ def _version(
     others = ~masks[1]
     usual = slowness(found.baseline.samples, found.prices, masks[0]) if _enough(masks) else 1.0
     ratio = slowness(found.window.samples, found.prices, masks[1]) / max(1e-9, usual)
-    control = slowness(found.window.samples, found.prices, others) if others.sum() >= LEAST_REQUESTS else 1.0
+    control = found.host_ratio
+    if others.sum() >= LEAST_REQUESTS:
+        control = slowness(found.window.samples, found.prices, others)
     if ratio / max(1.0, control) < LEAST_SLOWNESS:
         return
     here = {str(worker) for worker in found.window.samples.worker[masks[1]] if worker}
@@ -297,7 +301,7 @@ def _version(
     control_text = (
         f"control: {control:.2f} times in other versions"
         if others.any()
-        else f"all {len(slow)} workers of it are slow alike; no other version served"
+        else f"all {len(slow)} workers of it are slow alike, and gateways took {control:.2f} times as long"
     )
     yield Suspect(
         CauseKind.SLOW_VERSION,
