@@ -15,9 +15,9 @@ from typing import Final
 from bench.overhead import quantile
 from fairway.client import Client, FairwayError
 from fairway.client.session import Session
-from fairway.client.values import Finished, Options, Priority, SessionOptions, StageClock, Tokens
+from fairway.client.values import Accepted, Finished, Options, Priority, SessionOptions, StageClock, Tokens
 
-CHAT, EMBED = "chat", "embed"
+CHAT, SMALL, EMBED = "chat", "small", "embed"
 MOST_OPEN: Final = 100  # requests of a tenant at once; more are not sent, and counted
 WIDEST: Final = 1 << 12
 STAGES: Final = tuple(one.name for one in fields(StageClock) if one.name.endswith("_s"))
@@ -37,7 +37,7 @@ class Habits:
     priority: Priority | None = None
     window_tokens: int = 512  # how far the server may be ahead of its readers
     read_pause_s: float = 0.0  # pause of a reader after each message
-    rows: int = 4  # rows of one request of the model that embeds
+    rows: int = 1  # rows of one request of the model that embeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Sent:
     itl_s: float
     total_s: float
     stages_s: Mapping[str, float] = field(default_factory=dict)
-    cached_tokens: int = 0
+    request_id: str = ""
     failure: str = ""
 
     def metric(self, name: str) -> float:
@@ -122,31 +122,36 @@ class Traffic:
             max_output_tokens=rng.randint(*habits.output_tokens), ignore_eos=True, priority=habits.priority
         )
         prompt = prompt_of(habits, rng, tenant)
-        began_s, finished, failure = time.time(), None, ""
+        began_s, request_id, finished, failure = time.time(), "", None, ""
         try:
-            async with session.generate(CHAT, prompt, options, timeout_s=60, idempotency_key="") as stream:
+            async with session.generate(
+                habits.model, prompt, options, timeout_s=60, idempotency_key=""
+            ) as stream:
                 async for event in stream:
-                    if isinstance(event, Finished):
+                    if isinstance(event, Accepted):
+                        request_id = event.request_id
+                    elif isinstance(event, Finished):
                         finished = event
                     elif isinstance(event, Tokens) and habits.read_pause_s:
                         await asyncio.sleep(habits.read_pause_s)
         except FairwayError as error:
             failure = f"{error.reason}: {error.message}"
         if finished is None:
-            self.sent.append(Sent(tenant, CHAT, began_s, 0.0, 0.0, 0.0, failure=failure or "no end"))
+            failed = Sent(tenant, habits.model, began_s, 0.0, 0.0, 0.0, failure=failure or "no end")
+            self.sent.append(failed)
             return
         stages = {name: value for name, value in asdict(finished.clock).items() if name in STAGES}
         gaps = max(1, finished.usage.output_tokens - 1)
         self.sent.append(
             Sent(
                 tenant,
-                CHAT,
+                habits.model,
                 began_s,
                 sum(stages[name] for name in TTFT_STAGES),
                 stages["decode_s"] / gaps,
                 sum(stages.values()),
                 stages,
-                finished.usage.cached_tokens,
+                request_id,
             )
         )
 

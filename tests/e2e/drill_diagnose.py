@@ -41,7 +41,7 @@ from fairway.v1 import common_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from tests.chaos.fleet import Fleet, Shape, read_page
 from tests.chaos.proxy import Rule
-from tests.e2e.diagnosed_traffic import CHAT, EMBED, Habits, Traffic, summary
+from tests.e2e.diagnosed_traffic import CHAT, EMBED, SMALL, Habits, Traffic, summary
 from tests.support.live_faults import FILE_VARIABLE, write_fault
 from tests.support.paced_engine import write_version
 from tests.support.row_versions import embedding_version
@@ -61,11 +61,12 @@ HABITS: Final = {
     "bob": Habits(per_s=2.5, prompt_tokens=(1300, 1400), shared_tokens=1280),
     "cleo": Habits(per_s=2.3),
     "dora": Habits(per_s=1.0),
-    "rita": Habits(per_s=1.0, window_tokens=4),
-    "iris": Habits(per_s=0.4, output_tokens=(40, 60), priority=Priority.INTERACTIVE),
+    "rita": Habits(per_s=1.5, window_tokens=4),
+    "milo": Habits(per_s=2.0, model=SMALL),
+    "iris": Habits(per_s=0.2, model=SMALL, output_tokens=(70, 90), priority=Priority.INTERACTIVE),
     "nora": Habits(prompt_tokens=(1500, 1900), output_tokens=(2, 4)),
     "theo": Habits(),
-    "vera": Habits(per_s=6.0, model=EMBED, prompt_tokens=(128, 128)),
+    "vera": Habits(per_s=6.0, model=EMBED, prompt_tokens=(128, 128), rows=8),
 }
 WARM_S, BASELINE_S, SETTLE_S, WINDOW_S, RECOVER_S = 12.0, 40.0, 5.0, 30.0, 5.0
 REPORT_S: Final = 5.0  # gateways report what they finished within it
@@ -126,13 +127,16 @@ class Drill:
     names: dict[str, str]  # names of the file, by what a diagnosis calls them
     versions: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
 
-    async def publish(self, step_ratio: float) -> str:
-        """Return the tag of a new version."""
-        tag = f"v{self.versions()}"
-        written = await asyncio.to_thread(write_version, self.folder / tag, step_ratio)
-        published = await self.admin.models.publish(written, CHAT, tag)
-        self.names[published.digest] = NEW
-        return tag
+    async def publish(self, step_ratio: float, model: str = CHAT) -> str:
+        """Return the digest of a new version."""
+        folder = self.folder / f"v{self.versions()}"
+        written = await asyncio.to_thread(write_version, folder, step_ratio)
+        return (await self.admin.models.publish(written, model)).digest
+
+    async def worker_of(self, tenant: str) -> str:
+        """Return the worker of the tenant's last request."""
+        last = next(one for one in reversed(self.traffic.sent) if one.tenant == tenant and not one.failure)
+        return (await self.admin.placements.explain(last.request_id)).decisions[-1].worker_id
 
 
 # --- actions -----------------------------------------------------------------------------------------
@@ -152,7 +156,10 @@ async def habits(drill: Drill, *, tenant: str, **changed: Any) -> AsyncIterator[
 
 @asynccontextmanager
 async def fault(drill: Drill, *, kind: str, process: str, value: float) -> AsyncIterator[None]:
-    """A process has a fault of ``live_faults``."""
+    """A process has a fault of ``live_faults``. ``home:TENANT`` is the worker that ran the tenant last."""
+    if process.startswith("home:"):
+        home = await drill.worker_of(process.removeprefix("home:"))
+        drill.names[home], process = process, home
     write_fault(drill.faults, kind, process, value)
     try:
         yield
@@ -175,7 +182,9 @@ async def network(drill: Drill, *, source: str, target: str, delay_s: float) -> 
 async def version(drill: Drill, *, step_ratio: float) -> AsyncIterator[None]:
     """The deployment moves to a new version, whose steps take so many times as long."""
     before = (await drill.admin.deployments.get(CHAT)).version_digest
-    await _move(drill.admin, await drill.publish(step_ratio))
+    new = await drill.publish(step_ratio)
+    drill.names = {key: name for key, name in drill.names.items() if name != NEW} | {new: NEW}
+    await _move(drill.admin, new)
     try:
         yield
     finally:
@@ -315,23 +324,28 @@ async def installed(root: Path, out: Path) -> AsyncIterator[Drill]:
             traffic = Traffic(gateways, keys, dict(HABITS))
             names = {address: name for name, address in fleet.gateways.items()}
             drill = Drill(fleet, admin, traffic, root, faults, out, names)
-            await admin.models.publish(await asyncio.to_thread(embedding_of, root / "embed"), EMBED, "v0")
-            for model, tag, replicas, executor in (
-                (CHAT, await drill.publish(1.0), SHAPE.workers, "null"),
-                (EMBED, "v0", 1, ""),
-            ):
-                deployment = cp.Deployment(
-                    metadata=cp.Metadata(name=model),
-                    model=model,
-                    version=tag,
-                    replicas=replicas,
-                    executor=executor,
-                )
-                await admin.deployments.create(deployment)
-                await admin.deployments.wait_ready(model, timeout_s=180)
+            await deploy(admin, await drill.publish(1.0), CHAT, SHAPE.workers)
+            await deploy(admin, await drill.publish(1.0, SMALL), SMALL, 1)
+            embedding = await asyncio.to_thread(embedding_of, root / "embed")
+            await deploy(admin, (await admin.models.publish(embedding, EMBED)).digest, EMBED, 1, executor="")
             await asyncio.sleep(2.0)  # gateways receive new keys a moment after they were made
             async with drill.traffic.running():
                 yield drill
+
+
+async def deploy(
+    admin: AdminClient, version: str, model: str, replicas: int, *, executor: str = "null"
+) -> None:
+    await admin.deployments.create(
+        cp.Deployment(
+            metadata=cp.Metadata(name=model),
+            model=model,
+            version=version,
+            replicas=replicas,
+            executor=executor,
+        )
+    )
+    await admin.deployments.wait_ready(model, timeout_s=180)
 
 
 def embedding_of(folder: Path) -> Path:

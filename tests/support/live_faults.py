@@ -10,7 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.chaos.proxy import NAME_VARIABLE
 
@@ -55,7 +55,7 @@ def slow_log_disk() -> None:
     """Make writes of this process to its log as slow as the faults say."""
     faults, write = LiveFaults(), os.write
 
-    def slowly(descriptor: int, data: bytes) -> int:
+    def slowly(descriptor: int, data: Any, /) -> int:
         if descriptor == _LOG_DESCRIPTOR and (delay_s := faults.of(LOG_S, 0.0)):
             time.sleep(delay_s)
         return write(descriptor, data)

@@ -17,7 +17,7 @@ from services.worker.engine import process
 from services.worker.engine.load.loading import Report
 from services.worker.engine_protocol import EngineConfig, Ready
 
-BATCH_S: Final = 0.02
+BATCH_S: Final = 0.04
 TOKEN_S: Final = 5e-6
 
 
