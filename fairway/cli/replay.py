@@ -20,9 +20,9 @@ from typing import Any, Final
 from fairway.v1 import common_pb2, slis_pb2
 from fairway.v1 import controlplane_pb2 as cp
 
-MAX_REPLAYED: Final = 3  # causes
+MAX_REPLAYED: Final = 2  # causes
 MAX_REQUESTS: Final = 10_000
-TIMEOUT_S: Final = 90.0
+TIMEOUT_S: Final = 120.0
 AS_IT_WAS: Final = "as it was"
 LEAST_EFFECT: Final = 0.9  # the quantile without a cause is below this ratio of that with it
 _PRIORITIES: Final = {

@@ -15,6 +15,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.audit_reads import AuditReader
+from services.controlplane.diagnosis.listing import for_tenant
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     alias_message,
@@ -506,7 +507,8 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             if request.tenant not in ("", tenant):
                 return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
             request.tenant = tenant
-        return await self._diagnoses.diagnose(request, forwarded=not caller())
+        found = await self._diagnoses.diagnose(request, forwarded=not caller())
+        return for_tenant(found, tenant) if tenant else found
 
     async def SaveLatencyBaseline(
         self, request: pb.SaveLatencyBaselineRequest, context: Context

@@ -1,4 +1,4 @@
-"""``python -m simulator window FILE``: requests of a window, replayed on simulated fleets, with their quantiles.
+"""``python -m simulator window FILE``: requests of a window, replayed on simulated fleets.
 
 The file has the metric, the quantile and the runs: for each, the cost model of a step, the workers with the
 ratio of their step times, and the requests. ``fairway diagnose`` writes it; the answer is one line of JSON.

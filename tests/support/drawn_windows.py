@@ -1,7 +1,7 @@
 """Requests of a small fleet, drawn by a queue of steps, with causes of slowness that a test plants.
 
-Workers step over their sequences: a step takes what the work in it takes. Requests wait in order of their class
-for a slot. Nothing here is shared with what is tested.
+Workers step over their sequences: a step takes what the work in it takes. Requests wait in order of their
+class for a slot. Nothing here is shared with what is tested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m tests.support.rediagnose FILE...``: answers of `fairway diagnose --samples`, diagnosed again."""
+"""``python -m tests.support.rediagnose FILE...``: files of `fairway diagnose --samples`, diagnosed again."""
 
 from __future__ import annotations
 

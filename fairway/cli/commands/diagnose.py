@@ -56,6 +56,7 @@ def shown(found: cp.DiagnoseLatencyResponse) -> str:
             f"  {one.stage.replace('_', ' '):<12}{_ms(one.baseline_s):>11}{_ms(one.window_s):>11}"
             f"{one.share:>8.0%}\n"
             for one in found.stages
+            if one.baseline_s or one.window_s
         ]
     if found.tree:
         lines.append("\nTREE\n")

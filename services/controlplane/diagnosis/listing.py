@@ -31,6 +31,7 @@ DEFAULT_QUANTILE: Final = 0.95
 LOOK_BACK_S: Final = 3600.0
 LEAST_BASELINE_S: Final = 300.0  # the baseline before a window is three times as long, and at least this
 _TIMES: Final = 3.0
+_SUSPECTS: Final = 3  # depth of the steps that name suspects
 
 
 class LeadingDiagnoses(Protocol):
@@ -68,15 +69,16 @@ class Diagnoses:
             return await self._leader.diagnose(request)
         begin_s, end_s = _span(request, self._clock.unix_s())
         async with self._computing:
-            found = await in_thread(self._samples.find, begin_s or end_s - LOOK_BACK_S, end_s)
+            found = await self._find(request, begin_s or end_s - LOOK_BACK_S, end_s)
             metric = Metric(request.metric or Metric.TTFT)
             level = request.quantile or DEFAULT_QUANTILE
             chosen = ""
             if not begin_s:
                 begin_s, chosen = await in_thread(_changed, found, request, metric, level, self._samples)
-                found = await in_thread(self._samples.find, begin_s, end_s)
+                found = await self._find(request, begin_s, end_s)
             baseline, problem = await self._baseline(request, found)
             notes = [*([chosen] if chosen else []), *self._samples.notes(baseline.begin_s, end_s)]
+            baseline = _of_tenant(baseline, request.tenant)
             diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
         if problem:
             diagnosis = replace(
@@ -106,6 +108,9 @@ class Diagnoses:
         span = Span(found.begin_s, found.end_s, requests, len(found.requests))
         return pb.SaveLatencyBaselineResponse(baseline=_span_message(span))
 
+    async def _find(self, request: pb.DiagnoseLatencyRequest, begin_s: float, end_s: float) -> Found:
+        return _of_tenant(await in_thread(self._samples.find, begin_s, end_s), request.tenant)
+
     async def _baseline(self, request: pb.DiagnoseLatencyRequest, window: Found) -> tuple[Found, str]:
         """Return what the window is compared with, and why it must not be; empty if it may."""
         if request.baseline not in ("", AUTO):
@@ -118,6 +123,13 @@ class Diagnoses:
             return found, ""
         stored = await self._samples.hours_before(window.begin_s)
         return (found, "") if stored is None else (stored, _difference("of stored hours", stored, window))
+
+
+def _of_tenant(found: Found, tenant: str) -> Found:
+    """Return the samples of a tenant alone; of all without one."""
+    if not tenant:
+        return found
+    return replace(found, requests=[one for one in found.requests if one.tenant == tenant])
 
 
 def _span(
@@ -141,14 +153,13 @@ def _changed(
     mask = np.ones(len(table), bool)
     if request.model:
         mask &= table.model == request.model
-    if request.tenant:
-        mask &= table.tenant == request.tenant
     begin_s = max(found.begin_s, min(samples.began_s, found.end_s))
     at_s = change_in(table.where(mask), metric, level, begin_s, found.end_s)
     if at_s is not None:
         return at_s, "the window begins at the last rise that was found in the hour before its end"
-    quarter_s = (found.end_s - begin_s) / 4
-    return found.end_s - max(60.0, quarter_s), "no rise was found in the hour: its last quarter is compared"
+    lasted_s = found.end_s - begin_s
+    window_s = min(lasted_s / 2, max(60.0, lasted_s / 4))
+    return found.end_s - window_s, f"no rise was found in the hour: its last {window_s:.0f} s are compared"
 
 
 def _difference(name: str, baseline: Found, window: Found) -> str:
@@ -171,8 +182,7 @@ def _diagnosed(
 ) -> Diagnosis:
     sides = []
     for found in (baseline, window):
-        requests = [one for one in found.requests if request.tenant in ("", one.tenant)]
-        table = samples_of(requests, {**baseline.zones, **window.zones})
+        table = samples_of(found.requests, {**baseline.zones, **window.zones})
         sides.append(Evidence(found.begin_s, found.end_s, table, found.moments))
     return diagnose(sides[0], sides[1], model=request.model, metric=metric, level=level)
 
@@ -181,6 +191,23 @@ def _span_message(span: Span) -> pb.DiagnosedSpan:
     message = pb.DiagnosedSpan(requests=span.requests, samples=span.samples, to=timestamp(span.end_s))
     getattr(message, "from").CopyFrom(timestamp(span.begin_s))
     return message
+
+
+def for_tenant(answer: pb.DiagnoseLatencyResponse, tenant: str) -> pb.DiagnoseLatencyResponse:
+    """Return the answer as a tenant may read it: without samples and names of the fleet."""
+    answer.ClearField("window_samples")
+    answer.ClearField("baseline_samples")
+    answer.ClearField("notes")
+    tree = [step for step in answer.tree if step.depth < _SUSPECTS]
+    answer.ClearField("tree")
+    answer.tree.extend(tree)
+    for cause in answer.causes:
+        if cause.subject not in (tenant, answer.model):
+            cause.subject, cause.next = "", "report it to the operator, with the times of the window"
+            cause.ClearField("evidence")
+    if answer.causes:
+        answer.message = f"{answer.causes[0].kind} explains most of the rise"
+    return answer
 
 
 def _message(

@@ -54,10 +54,9 @@ _BASELINES: Final = "baselines/"  # and the name, a hyphen and a number
 
 @dataclass(slots=True)
 class _Bucket:
-    """Encoded requests by model, and how many requests of the reports each of them stands for."""
+    """By model, encoded requests and how many requests each stands for."""
 
-    requests: defaultdict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
-    scale: defaultdict[str, float] = field(default_factory=lambda: defaultdict(lambda: 1.0))
+    requests: defaultdict[str, list[tuple[float, bytes]]] = field(default_factory=lambda: defaultdict(list))
     size_bytes: int = 0
 
 
@@ -170,8 +169,8 @@ class SampleStore:
                 found.append(text)
             if source.gateway and begin_s <= source.seen_s < end_s - 3 * BUCKET_S:
                 found.append(
-                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was idle, "
-                    "or ended with up to 2 s of requests unreported"
+                    f"{source.gateway} reported nothing in the last {end_s - source.seen_s:.0f} s: it was "
+                    "idle, or ended with up to 2 s of requests unreported"
                 )
         return tuple(found)
 
@@ -267,16 +266,11 @@ class SampleStore:
         if model not in bucket.requests and len(bucket.requests) >= MAX_MODELS:
             model = ""
         kept = bucket.requests[model]
-        message.weight /= bucket.scale[model]
-        kept.append(message.SerializeToString())
-        self._grow(bucket, len(kept[-1]))
+        kept.append((request.weight, message.SerializeToString()))
+        self._grow(bucket, len(kept[-1][1]))
         if len(kept) > MAX_OF_MODEL:
-            dropped = kept[:]
-            self._rng.shuffle(dropped)
-            half = len(dropped) // 2
-            bucket.scale[model] *= len(dropped) / half
-            bucket.requests[model] = dropped[:half]
-            self._grow(bucket, -sum(map(len, dropped[half:])))
+            bucket.requests[model] = thinned = _half(kept, self._rng)
+            self._grow(bucket, sum(len(data) for _, data in thinned) - sum(len(data) for _, data in kept))
 
     def _grow(self, bucket: _Bucket, size_bytes: int) -> None:
         bucket.size_bytes += size_bytes
@@ -311,8 +305,9 @@ class SampleStore:
         return await in_thread(_found_from, await self._store.read(name))
 
     async def _prune(self, minute: int, hour: int) -> None:
-        names = [*await self._store.names(_MINUTES), *await self._store.names(_HOURS)]
-        await self._store.delete([one for one in names if one < _minute(minute) or one < _hour(hour)])
+        minutes, hours = await self._store.names(_MINUTES), await self._store.names(_HOURS)
+        old = [one for one in minutes if one < _minute(minute)] + [one for one in hours if one < _hour(hour)]
+        await self._store.delete(old)
 
 
 def _minute(number: int) -> str:
@@ -327,11 +322,18 @@ def _hour(number: int) -> str:
     return f"{_HOURS}{number:016d}"
 
 
+def _half(kept: Sequence[tuple[float, bytes]], rng: Random) -> list[tuple[float, bytes]]:
+    """Return a random half, which stands for as many requests as the whole."""
+    half = rng.sample(kept, len(kept) // 2)
+    ratio = sum(weight for weight, _ in kept) / (sum(weight for weight, _ in half) or 1.0)
+    return [(weight * ratio, data) for weight, data in half]
+
+
 def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:
-    for model, requests in bucket.requests.items():
-        for data in requests:
+    for requests in bucket.requests.values():
+        for weight, data in requests:
             message = slis_pb2.FinishedRequest.FromString(data)
-            message.weight *= bucket.scale[model]
+            message.weight = weight
             yield finished_from_proto(message)
 
 

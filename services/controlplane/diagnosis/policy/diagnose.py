@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import Comparison, Side, compare
+from services.controlplane.diagnosis.policy.demand import Demand
 from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, ratio_interval
 from services.controlplane.diagnosis.policy.samples import STAGES, FleetMoment, Floats, Metric, Part, Samples
 from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, ms, suspects_of
@@ -27,6 +28,8 @@ LEAST_SHARE: Final = 0.2  # of the change, by one cause
 FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
+_CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
+LOADED: Final = 1.5  # from this on the answer says that hosts are loaded
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
@@ -160,7 +163,7 @@ def _change(one: Comparison) -> _Change:
         one.after_s >= LEAST_RATIO * one.before_s
         and one.change_s >= LEAST_RISE_S[one.metric]
         and low > 1.0
-        and chance < FAMILY_CHANCE
+        and (chance < FAMILY_CHANCE or low > _CERTAIN_RATIO)
     )
     return _Change(low, high, chance, certain)
 
@@ -171,7 +174,8 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
     which, span = ("window", spans[0]) if spans[0].samples < LEAST_SAMPLES else ("baseline", spans[1])
     text = (
         f"the {which} has {span.samples} sampled requests{of} that finished; a comparison needs "
-        f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. Widen it with --from, --to or --since"
+        f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. "
+        "Widen it with --from, --to or --since"
     )
     return Diagnosis(Verdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
 
@@ -291,7 +295,7 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
 
     Holm, A Simple Sequentially Rejective Multiple Test Procedure, 1979, over the suspects of all models.
     """
-    suspects = sorted(suspects_of(one), key=lambda each: each.chance)
+    suspects = sorted([*suspects_of(one), *Demand(one).suspects()], key=lambda each: each.chance)
     tests = max(_LEAST_TESTS, len(suspects)) * max(1, models)
     causes, tree, holds = list[Cause](), list[TreeStep](), True
     for place, suspect in enumerate(suspects):
@@ -312,17 +316,19 @@ def _causes(one: Comparison, models: int) -> tuple[tuple[Cause, ...], list[TreeS
             score = min(1.0, share) * (_LATE if late else 1.0)
             score *= _BROAD if suspect.kind is CauseKind.ARRIVALS_GREW else 1.0
             tree.append(TreeStep(3, f"{named}: without it {share:.0%} of the change goes"))
-            causes.append(_cause(one, suspect, score, share_s, late=late))
+            causes.append(_cause(one, suspect, score, share_s, late))
     causes.sort(key=lambda each: (-each.score, -each.share_s, each.kind, each.subject))
-    return tuple(causes[:_MOST_CAUSES]), tree
+    unique = {(each.kind, each.subject): each for each in reversed(causes)}  # a zone has two roles
+    ranked = [each for each in causes if unique[each.kind, each.subject] is each]
+    return tuple(ranked[:_MOST_CAUSES]), tree
 
 
-def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, late: bool) -> Cause:
-    order = (
-        "order: it rose after the latency did, as an effect does"
-        if late
-        else "order: it rose no later than the latency"
-    )
+def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, late: bool | None) -> Cause:
+    order = {
+        None: "order: not tested, for the baseline does not end where the window begins",
+        True: "order: it rose after the latency did, as an effect does",
+        False: "order: it rose no later than the latency",
+    }[late]
     return Cause(
         suspect.kind,
         suspect.subject,
@@ -330,16 +336,16 @@ def _cause(one: Comparison, suspect: Suspect, score: float, share_s: float, *, l
         share_s,
         one.after_s - share_s,
         (*suspect.evidence, order, f"chance of its change in a quiet window: {suspect.chance:.1g}"),
-        _next(suspect, one),
+        _NEXT[suspect.kind].format(subject=suspect.subject),
     )
 
 
-def _is_late(one: Comparison, suspect: Suspect) -> bool:
-    """Whether the suspect rose clearly after the latency, within the window."""
+def _is_late(one: Comparison, suspect: Suspect) -> bool | None:
+    """Return whether the suspect rose clearly after the latency; None where the times are not adjacent."""
     window = suspect.figure[1]
     values = _tails(one, one.window)
     if abs(one.baseline.end_s - one.window.begin_s) > 2 * one.bucket_s or len(window) != len(values):
-        return False
+        return None
     rose = _rise(suspect.figure[0], window), _rise(_tails(one, one.baseline), values)
     return rose[0] > rose[1] + 3
 
@@ -361,12 +367,12 @@ _NEXT: Final = {
     CauseKind.ARRIVALS_GREW: "fairway tenants update {subject} --requests-per-minute N",
     CauseKind.PROMPTS_GREW: "fairway tenants update {subject} --input-tokens-per-minute N",
     CauseKind.OUTPUTS_GREW: "fairway tenants update {subject} --output-tokens-per-minute N",
-    CauseKind.CACHE_HITS_FELL: "fairway usage --group-by tenant --since 1h",
+    CauseKind.CACHE_HITS_FELL: "fairway usage --since 2h --by hour --by tenant",
     CauseKind.SLOW_WORKER: "fairway nodes drain {subject}",
     CauseKind.SLOW_VERSION: "fairway rollouts list",
     CauseKind.NOISY_NEIGHBOUR: "fairway tenants update {subject} --input-tokens-per-minute N",
     CauseKind.PREEMPTED: "fairway queue",
-    CauseKind.QUOTA_STORE_SLOW: "redis-cli --latency -h HOST",
+    CauseKind.QUOTA_STORE_SLOW: "fairway status -o wide",
     CauseKind.ZONE_NETWORK_SLOW: "fairway nodes list -o wide",
     CauseKind.READER_STALLED: "fairway requests list --slow --tenant {subject}",
     CauseKind.LOG_DISK_SLOW: "fairway status -o wide",
@@ -374,10 +380,6 @@ _NEXT: Final = {
     CauseKind.VERSION_LOAD: "fairway nodes show {subject}",
     CauseKind.CAPACITY_LOST: "fairway deployments show {subject}",
 }
-
-
-def _next(suspect: Suspect, one: Comparison) -> str:
-    return _NEXT[suspect.kind].format(subject=suspect.subject)
 
 
 def change_in(samples: Samples, metric: Metric, level: float, begin_s: float, end_s: float) -> float | None:

@@ -1,0 +1,266 @@
+"""Planted causes are named, quiet windows accuse nobody, and the parts of an answer sum to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from services.controlplane.diagnosis.policy.diagnose import (
+    Diagnosis,
+    Evidence,
+    Verdict,
+    change_in,
+    diagnose,
+)
+from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, rises
+from services.controlplane.diagnosis.policy.samples import (
+    FleetMoment,
+    Metric,
+    Samples,
+    fit_prices,
+    parts_of,
+    samples_of,
+)
+from services.controlplane.diagnosis.policy.suspects import CauseKind
+from services.core.estimates.finished import FinishedRequest
+from tests.support import drawn_windows as draws
+from tests.support.drawn_windows import World, drawn, drawn_rows
+
+ZONES = {f"worker-{at}": "ab"[at % 2] for at in range(8)}
+BASELINE_S, WINDOW_S = (1000.0, 1040.0), (1050.0, 1080.0)
+USUAL = World()
+CAUSES = {
+    "prompts": (Metric.TTFT, USUAL.with_tenant("ann", prompt=(1000, 1400)), CauseKind.PROMPTS_GREW, "ann"),
+    "cache": (Metric.TTFT, USUAL.with_tenant("bob", shared=0), CauseKind.CACHE_HITS_FELL, "bob"),
+    "worker": (
+        Metric.ITL,
+        replace(USUAL, worker_ratio={"worker-1": 3.0}),
+        CauseKind.SLOW_WORKER,
+        "worker-1",
+    ),
+    "noisy": (
+        Metric.ITL,
+        USUAL.with_tenant("nora", per_s=8.0, prompt=(1500, 1900), output=(2, 4)),
+        CauseKind.NOISY_NEIGHBOUR,
+        "nora",
+    ),
+    "redis": (Metric.TTFT, replace(USUAL, admit_s=0.05), CauseKind.QUOTA_STORE_SLOW, "redis"),
+    "zone": (Metric.TTFT, replace(USUAL, zone_delay_s={"b": 0.06}), CauseKind.ZONE_NETWORK_SLOW, "b"),
+    "version": (
+        Metric.ITL,
+        replace(USUAL, version="sha256:new", version_ratio=2.0),
+        CauseKind.SLOW_VERSION,
+        "sha256:new",
+    ),
+    "outputs": (Metric.TOTAL, USUAL.with_tenant("cleo", output=(50, 70)), CauseKind.OUTPUTS_GREW, "cleo"),
+    "reader": (Metric.TOTAL, USUAL.with_tenant("rita", pause_s=0.3), CauseKind.READER_STALLED, "rita"),
+    "log": (Metric.TTFT, replace(USUAL, log_s={"gateway-0": 0.08}), CauseKind.LOG_DISK_SLOW, "gateway-0"),
+    "overtaken": (Metric.TTFT, USUAL.with_tenant("iris", per_s=24.0), CauseKind.PREEMPTED, "standard"),
+    "arrivals": (Metric.TTFT, USUAL.with_tenant("cleo", per_s=60.0), CauseKind.ARRIVALS_GREW, "cleo"),
+    "capacity": (Metric.TTFT, replace(USUAL, workers=1), CauseKind.CAPACITY_LOST, "chat"),
+}
+QUIET = {
+    "nothing-ttft": (Metric.TTFT, USUAL),
+    "nothing-itl": (Metric.ITL, USUAL),
+    "nothing-total": (Metric.TOTAL, USUAL),
+    "a-tenant-comes": (Metric.TTFT, USUAL.with_tenant("theo", per_s=1.0)),
+    "a-tenant-goes": (Metric.TTFT, USUAL.with_tenant("dora", per_s=0.0)),
+    "traffic-drifts": (Metric.TOTAL, USUAL.with_tenant("cleo", per_s=2.8)),
+    "an-equal-version": (Metric.ITL, replace(USUAL, version="sha256:new")),
+    "prompts-drift": (Metric.TTFT, USUAL.with_tenant("ann", prompt=(90, 170))),
+}
+
+
+def evidence(
+    requests: Sequence[FinishedRequest], span: tuple[float, float], moments: Sequence[FleetMoment] = ()
+) -> Evidence:
+    return Evidence(*span, samples_of(requests, ZONES), moments)
+
+
+@cache
+def usual(seed: int) -> tuple[FinishedRequest, ...]:
+    return tuple(drawn(USUAL, BASELINE_S[0], 40.0, seed))
+
+
+@cache
+def window_of(world: str, seed: int) -> tuple[FinishedRequest, ...]:
+    found = CAUSES[world][1] if world in CAUSES else QUIET[world][1]
+    return tuple(drawn(found, WINDOW_S[0], 30.0, seed + 7777))
+
+
+def diagnosed(world: str, seed: int, metric: Metric) -> Diagnosis:
+    baseline = evidence(usual(seed), BASELINE_S)
+    return diagnose(baseline, evidence(window_of(world, seed), WINDOW_S), metric=metric)
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_planted_cause_is_named_first(name: str) -> None:
+    metric, _, kind, subject = CAUSES[name]
+    found = diagnosed(name, 1, metric)
+    assert [(one.kind, one.subject) for one in found.causes][:1] == [(kind, subject)], found.tree
+    cause = found.causes[0]
+    assert found.verdict is Verdict.CAUSE_FOUND
+    assert cause.score > 0.3
+    assert cause.evidence
+    assert cause.next
+    assert cause.counterfactual_s == pytest.approx(found.window_s - cause.share_s)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("name", QUIET)
+def test_a_quiet_window_accuses_nobody(name: str, seed: int) -> None:
+    found = diagnosed(name, seed, QUIET[name][0])
+    assert found.causes == ()
+    assert found.verdict is Verdict.NO_CAUSE_FOUND
+
+
+def test_a_bad_window_split_at_random_accuses_nobody() -> None:
+    """What is unusual in both times alike explains no change between them."""
+    requests = list(window_of("prompts", 1))
+    Random(3).shuffle(requests)
+    parts = [evidence(half, WINDOW_S) for half in (requests[::2], requests[1::2])]
+    assert diagnose(parts[0], parts[1]).causes == ()
+
+
+def test_rows_of_many_widths_fragment_the_buckets() -> None:
+    one = evidence(drawn_rows([128], 24, BASELINE_S[0], 40.0, 1), BASELINE_S)
+    many = evidence(drawn_rows(range(4, 252), 24, WINDOW_S[0], 30.0, 2), WINDOW_S)
+    found = diagnose(one, many, metric=Metric.TOTAL)
+    assert [(cause.kind, cause.subject) for cause in found.causes] == [("buckets_fragmented", "embed")]
+    same = evidence(drawn_rows([128], 24, WINDOW_S[0], 30.0, 2), WINDOW_S)
+    assert diagnose(one, same, metric=Metric.TOTAL).causes == ()
+
+
+def test_a_version_that_loads_beside_is_named_with_the_worker() -> None:
+    world = replace(USUAL, worker_ratio={"worker-1": 3.0})
+    requests = drawn(world, WINDOW_S[0], 30.0, 5)
+    loads = [FleetMoment(WINDOW_S[0] + at, ("worker-1",)) for at in range(0, 30, 2)]
+    calm = [FleetMoment(BASELINE_S[0] + at) for at in range(0, 40, 2)]
+    found = diagnose(
+        evidence(usual(5), BASELINE_S, calm), evidence(requests, WINDOW_S, loads), metric=Metric.ITL
+    )
+    assert (CauseKind.VERSION_LOAD, "worker-1") in [(one.kind, one.subject) for one in found.causes[:2]]
+
+
+def test_what_grows_while_latency_does_not_is_no_cause() -> None:
+    """A tenant that sends more while something else slows all down is not accused of it."""
+    world = replace(USUAL.with_tenant("dora", per_s=2.5), admit_s=0.05)
+    found = diagnose(evidence(usual(1), BASELINE_S), evidence(drawn(world, WINDOW_S[0], 30.0, 9), WINDOW_S))
+    assert [(one.kind, one.subject) for one in found.causes] == [("quota_store_slow", "redis")]
+
+
+def test_loaded_hosts_are_no_slow_store() -> None:
+    """Admission that takes as many times as long as what processors alone do has no slow store."""
+
+    def loaded(one: FinishedRequest) -> FinishedRequest:
+        clock = structs.replace(
+            one.clock, validate_us=40 * one.clock.validate_us, admit_us=40 * one.clock.admit_us
+        )
+        return structs.replace(one, clock=clock)
+
+    window = [loaded(one) for one in window_of("nothing-ttft", 1)]
+    found = diagnose(evidence(usual(1), BASELINE_S), evidence(window, WINDOW_S))
+    assert found.verdict is Verdict.NO_CAUSE_FOUND
+    assert found.window_s > 2 * found.baseline_s
+
+
+def test_all_zones_slow_alike_accuse_none() -> None:
+    world = replace(USUAL, zone_delay_s={"a": 0.06, "b": 0.06})
+    found = diagnose(evidence(usual(1), BASELINE_S), evidence(drawn(world, WINDOW_S[0], 30.0, 9), WINDOW_S))
+    assert CauseKind.ZONE_NETWORK_SLOW not in [one.kind for one in found.causes]
+
+
+@pytest.mark.parametrize("metric", Metric)
+def test_stages_sum_to_the_change_exactly(metric: Metric) -> None:
+    found = diagnosed("prompts", 1, metric)
+    change = found.window_s - found.baseline_s
+    assert sum(one.window_s for one in found.stages) == pytest.approx(found.window_s, rel=1e-9)
+    assert sum(one.baseline_s for one in found.stages) == pytest.approx(found.baseline_s, rel=1e-9)
+    assert sum(one.share for one in found.stages) == pytest.approx(1.0 if change else 0.0)
+
+
+@pytest.mark.parametrize("metric", Metric)
+@pytest.mark.parametrize("world", ["prompts", "reader", "version"])
+def test_parts_of_a_request_sum_to_its_latency(metric: Metric, world: str) -> None:
+    table = samples_of(window_of(world, 1), ZONES)
+    parts = parts_of(table, metric, fit_prices(samples_of(usual(1), ZONES)))
+    assert parts.total == pytest.approx(table.metric(metric), abs=1e-9)
+
+
+def test_prices_of_steps_are_those_that_were_drawn() -> None:
+    prices = fit_prices(samples_of(usual(1), ZONES))
+    assert prices.step_s == pytest.approx(draws.STEP_S, rel=0.1)
+    assert prices.prefill_s == pytest.approx(draws.PREFILL_S, rel=0.2)
+
+
+def test_a_slow_worker_in_the_baseline_does_not_shift_the_prices() -> None:
+    slow = drawn(replace(USUAL, worker_ratio={"worker-1": 3.0}), BASELINE_S[0], 40.0, 4)
+    assert fit_prices(samples_of(slow, ZONES)).step_s == pytest.approx(draws.STEP_S, rel=0.15)
+
+
+@pytest.mark.parametrize("requests", [0, 10])
+def test_too_few_requests_are_said(requests: int) -> None:
+    window = evidence(window_of("prompts", 1)[:requests], WINDOW_S)
+    found = diagnose(evidence(usual(1), BASELINE_S), window)
+    assert found.verdict is Verdict.NOT_ENOUGH_TRAFFIC
+    assert found.message.startswith(f"the window has {requests} sampled requests")
+    empty = diagnose(window, evidence(usual(1), BASELINE_S), model="chat")
+    assert empty.message.startswith(f"the baseline has {requests} sampled requests of chat")
+
+
+def test_failed_requests_have_no_latency() -> None:
+    failed = [structs.replace(one, reason="QUEUE_FULL") for one in usual(1)]
+    assert len(samples_of(failed, {})) == 0
+
+
+# --- statistics --------------------------------------------------------------------------------------
+
+
+def test_a_quantile_is_the_sum_of_its_parts() -> None:
+    rng = np.random.default_rng(1)
+    parts = rng.exponential(size=(400, 5))
+    values, weights = parts.sum(axis=1), rng.uniform(0.5, 2.0, 400)
+    found = allocated(values, weights, 0.95, parts)
+    assert found.sum() == pytest.approx(quantile(values, weights, 0.95), rel=1e-12)
+    assert quantile(values, weights, 0.95) == pytest.approx(np.quantile(values, 0.95), rel=0.1)
+    assert quantile(np.zeros(0), np.zeros(0), 0.5) == 0.0
+
+
+def test_chances_are_uniform_without_a_change_and_small_with_one() -> None:
+    rng = np.random.default_rng(2)
+    chances = [rises(rng.normal(size=14), rng.normal(size=12)) for _ in range(2000)]
+    for level in (0.01, 0.05, 0.5):
+        assert np.mean(np.array(chances) < level) == pytest.approx(level, abs=0.25 * level + 0.01)
+    assert rises(np.arange(12.0), np.arange(20.0, 32.0)) < 1e-4
+    assert rises(np.arange(20.0, 32.0), np.arange(12.0)) > 0.99
+    assert rises(np.zeros(12), np.zeros(12)) == 1.0
+    assert rises(np.zeros(0), np.ones(3)) == 1.0
+
+
+def test_the_change_point_is_where_a_series_changes() -> None:
+    rng = np.random.default_rng(3)
+    place, chance = change_point(np.concatenate([rng.normal(size=20), rng.normal(6, 1, size=15)]))
+    assert (place, chance < 0.001) == (20, True)
+    assert change_point(np.ones(40))[1] == 1.0
+    assert change_point(np.ones(3)) == (0, 1.0)
+
+
+def _joined(*parts: Sequence[FinishedRequest]) -> Samples:
+    return samples_of([one for part in parts for one in part], ZONES)
+
+
+def test_a_window_begins_where_the_latency_rose() -> None:
+    before = drawn(USUAL, 1000.0, 60.0, 1)
+    bad = drawn(replace(USUAL, admit_s=0.05), 1060.0, 30.0, 2)
+    at_s = change_in(_joined(before, bad), Metric.TTFT, 0.95, 1000.0, 1090.0)
+    assert at_s == pytest.approx(1060.0, abs=4.0)
+    assert change_in(_joined(before), Metric.TTFT, 0.95, 1000.0, 1060.0) is None
+    # A fall is no rise.
+    good = drawn(USUAL, 1090.0, 60.0, 3)
+    assert change_in(_joined(bad, good), Metric.TTFT, 0.95, 1060.0, 1150.0) is None
