@@ -547,8 +547,8 @@ class SequenceTable:
         ``is_end``: it is the last of a finished sequence. Ends the sequence if it completed a stop string.
         """
         if sequence.first_token_s is None:
-            self._note_prefilled(sequence, event)
             self.stats.decode_tokens -= 1  # a prefill produced it
+            self._note_prefilled(sequence, event)
         text = sequence.text
         # An end-of-sequence or stop token is not part of the text.
         has_text = not (is_end and event.finished[sequence.number] == "stop")

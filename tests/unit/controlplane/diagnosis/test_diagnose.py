@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from services.controlplane.diagnosis.policy import diagnose as diagnosis
+from services.controlplane.diagnosis.policy.comparison import Comparison, compare
 from services.controlplane.diagnosis.policy.diagnose import (
     Diagnosis,
     Evidence,
@@ -27,8 +29,9 @@ from services.controlplane.diagnosis.policy.samples import (
     parts_of,
     samples_of,
 )
-from services.controlplane.diagnosis.policy.suspects import CauseKind
+from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, suspects_of
 from services.core.estimates.finished import FinishedRequest
+from services.core.generation import StageClock
 from tests.support import drawn_windows as draws
 from tests.support.drawn_windows import World, drawn, drawn_rows
 
@@ -170,10 +173,38 @@ def test_loaded_hosts_are_no_slow_store() -> None:
     assert found.window_s > 2 * found.baseline_s
 
 
-def test_all_zones_slow_alike_accuse_none() -> None:
+def test_all_zones_slow_alike_are_no_suspects() -> None:
     world = replace(USUAL, zone_delay_s={"a": 0.06, "b": 0.06})
-    found = diagnose(evidence(usual(1), BASELINE_S), evidence(drawn(world, WINDOW_S[0], 30.0, 9), WINDOW_S))
-    assert CauseKind.ZONE_NETWORK_SLOW not in [one.kind for one in found.causes]
+    window = samples_of(drawn(world, WINDOW_S[0], 30.0, 9), ZONES)
+    baseline = samples_of(usual(1), ZONES)
+    found = compare("chat", Metric.TTFT, 0.95, (*BASELINE_S, baseline, ()), (*WINDOW_S, window, ()))
+    assert found.after_s > 2 * found.before_s
+    assert CauseKind.ZONE_NETWORK_SLOW not in [one.kind for one in suspects_of(found)]
+
+
+def test_a_certain_rise_that_is_small_is_not_diagnosed() -> None:
+    def slower(one: FinishedRequest) -> FinishedRequest:
+        stages = [round(1.15 * each) for each in structs.astuple(one.clock)[1:]]
+        return structs.replace(one, clock=StageClock(one.clock.received_unix_us + 50_000_000, *stages))
+
+    window = evidence([slower(one) for one in usual(1)], (1050.0, 1090.0))
+    found = diagnose(evidence(usual(1), BASELINE_S), window)
+    assert found.window_s == pytest.approx(1.15 * found.baseline_s, rel=0.01)
+    assert found.message.startswith("the latency of chat did not rise beyond chance and 1.2 times")
+
+
+@pytest.mark.parametrize(("chance", "accused"), [(0.005, False), (1e-5, True)])
+def test_many_suspects_share_one_chance_of_a_false_accusation(
+    chance: float, accused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_suspect(found: Comparison) -> Iterator[Suspect]:
+        nothing = np.zeros(len(found.window.samples))
+        weights = found.window.samples.weight
+        yield Suspect(CauseKind.SLOW_WORKER, "worker-9", nothing, weights, chance, (), (nothing, nothing))
+
+    monkeypatch.setattr(diagnosis, "suspects_of", one_suspect)
+    found = diagnosed("redis", 1, Metric.TTFT)
+    assert ("worker-9" in [one.subject for one in found.causes]) is accused
 
 
 @pytest.mark.parametrize("metric", Metric)
