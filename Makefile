@@ -20,7 +20,7 @@ PLAYWRIGHT := 1.65.2
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
 .PHONY: help up down status setup setup-dev test test-quick test-stack test-long test-all floor test-pythons verify checks verify-full fix fix-format fix-lint \
-	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test prometheus-test console-env console-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-series bench-gates bench-shadow \
+	lint types imports stubs stubs-check reference house e2e e2e-env clients s3-env engine-oracle triton-env triton-test minilm-env minilm-test prometheus-test console-env console-test vllm-test smollm2-test chaos chaos-streams security-drills security drill-trust drill-elastic drill-zone drill-variants drill-safety drill-cutover drill-diagnose sim sim-tests sim-scale sim-handoff sim-elastic sim-weights sim-batching bench-batch-costs bench-batching bench-batching-peers bench-guided bench-load bench-overhead bench-idempotency bench-idle bench-weights bench-streams bench-admission bench-scheduler bench-series bench-gates bench-shadow \
 	bench-engine bench-engine-peers bench-vllm bench-gpu sim-compare sim-validate clean \
 	compose-secrets compose-up compose-down compose-test
 
@@ -85,7 +85,7 @@ verify: setup-dev e2e-env s3-env ## Everything that must hold before a change is
 
 checks: lint imports stubs-check types floor
 
-verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test prometheus-test vllm-test smollm2-test typescript-test console-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
+verify-full: verify test-long test-pythons engine-oracle triton-test minilm-test prometheus-test vllm-test smollm2-test typescript-test console-test chaos chaos-admission chaos-streams security-drills security drill-trust drill-update drill-elastic drill-crash drill-poison drill-rollouts drill-operators drill-batch drill-safety drill-cutover drill-diagnose sim-tests sim ## verify, the suite on two Pythons, the oracles, the kernels, all drills, the simulator's 500 seeds
 
 lint: setup-dev ## Check style and format
 	$(BIN)/ruff check .
@@ -269,6 +269,9 @@ drill-poison: setup-dev ## One row in 100 that ends its batch: raises, kills, al
 
 drill-cutover: setup-dev ## Cut over and revert under load, with a gateway cut off from etcd (about 8 minutes)
 	$(BIN)/python -m tests.e2e.drill_cutover $(ARGS)
+
+drill-diagnose: setup-dev ## Plant twelve causes of slowness on a live fleet and diagnose them, with quiet windows between (about 25 minutes)
+	$(BIN)/python -m tests.e2e.drill_diagnose $(ARGS)
 
 drill-safety: setup-dev ## Streams under a safety pack with kills of gateways, workers, its classifier (about 5 minutes)
 	$(BIN)/python -m tests.e2e.drill_safety $(ARGS)

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TimelineRow:
     """Something that the request did, or that happened to it. Times are microseconds."""
 
     at_us: int  # since the start of the timeline
@@ -84,32 +84,32 @@ def origin_us(timeline: pb.GetTimelineResponse) -> int:
     return min(filter(None, found), default=0)
 
 
-def lines_of(timeline: pb.GetTimelineResponse) -> list[Line]:
+def lines_of(timeline: pb.GetTimelineResponse) -> list[TimelineRow]:
     """Return what the request did in order of time; steps of the same kind in a row are one line."""
     origin = origin_us(timeline)
     found = [
-        Line(start_us - origin, took_us, name)
+        TimelineRow(start_us - origin, took_us, name)
         for name, start_us, took_us in _stages(timeline)
         if took_us or name == "decode"
     ]
     for one in timeline.decisions:
         at_us = one.queued_time.ToMicroseconds() - origin
-        found.append(Line(at_us, one.wait.ToMicroseconds(), "placement", one.worker_id, _why(one)))
+        found.append(TimelineRow(at_us, one.wait.ToMicroseconds(), "placement", one.worker_id, _why(one)))
     for host, sequence in _own(timeline):
         where = host.worker_id
         for moment in sequence.moments:
-            found.append(Line(moment.unix_us - origin, 0, moment.kind.lower(), where))
+            found.append(TimelineRow(moment.unix_us - origin, 0, moment.kind.lower(), where))
         shares = _shares(host).get((sequence.engine, sequence.number), [])
         rows = _engine_of(host, sequence.engine).rows
         found += [_line(run, rows, where, origin) for run in _runs(shares)]
         found += [
-            Line(before.end_us - origin, after.step.start_unix_us - before.end_us, "in no step", where)
+            TimelineRow(before.end_us - origin, after.step.start_unix_us - before.end_us, "in no step", where)
             for before, after in pairwise(shares)
             if after.step.start_unix_us - before.end_us > GAP_RATIO * max(before.step.took_us, 1000)
         ]
         if sequence.ended_unix_us:
             detail = f"{sequence.output_tokens} output tokens" if sequence.output_tokens else ""
-            found.append(Line(sequence.ended_unix_us - origin, 0, sequence.reason, where, detail))
+            found.append(TimelineRow(sequence.ended_unix_us - origin, 0, sequence.reason, where, detail))
     return sorted(found, key=lambda line: (line.at_us, -line.took_us))
 
 
@@ -255,7 +255,7 @@ def _runs(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
         yield run
 
 
-def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> Line:
+def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> TimelineRow:
     first, last = run[0], run[-1]
     others = [one.step.size - 1 for one in run]
     least, most = min(others), max(others)
@@ -276,7 +276,7 @@ def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> Line:
         parts.append(f"mean {mean(took_ms):.1f} ms, longest {max(took_ms):.1f} ms")
     name = "batch" if rows else f"{_kind(first)} in {len(run)} step{'s' * (len(run) > 1)}"
     at_us = first.step.start_unix_us - origin
-    return Line(at_us, last.end_us - first.step.start_unix_us, name, where, "; ".join(parts))
+    return TimelineRow(at_us, last.end_us - first.step.start_unix_us, name, where, "; ".join(parts))
 
 
 def _why(found: scheduler_pb2.PlacementDecision) -> str:

@@ -141,6 +141,7 @@ class Shape:
     schedulers: int = 2
     controlplanes: int = 2
     deploy: bool = True  # whether the bundled model is deployed
+    zones: tuple[str, ...] = ()  # zones that workers and gateways take in turn
 
 
 class Fleet:
@@ -153,11 +154,18 @@ class Fleet:
         entries: Mapping[str, str],
         options: UpOptions,
         settings: Mapping[str, str],
+        zones: Sequence[str] = (),
     ) -> None:
         self.state = state
         self.addresses = addresses
         self.options = options
         self._own_settings = {**SETTINGS, **settings}
+        self.zones = {
+            name: zones[number % len(zones)]
+            for names in (addresses.worker_names, addresses.gateway_names)
+            for number, name in enumerate(names)
+            if zones
+        }
         self.gateways: dict[str, str] = {name: entries[name] for name in addresses.gateway_names}
         self.network: Network
         self.supervisor: ProcessSupervisor
@@ -191,7 +199,7 @@ class Fleet:
         ports = choose_ports([*names, *edges], fixed={}, remembered={}, preferred={})
         addresses = Addresses.for_options(options, ports)
         entries = {_process(name): f"127.0.0.1:{ports[f'edge:{name}']}" for name in (*STORES, *proxied)}
-        fleet = cls(state, addresses, entries, options, settings or {})
+        fleet = cls(state, addresses, entries, options, settings or {}, shape.zones)
         pairs: dict[str, tuple[int, int | str]] = {
             _process(name): (ports[f"edge:{name}"], ports[name]) for name in proxied
         }
@@ -223,6 +231,7 @@ class Fleet:
             for variable, value in self._own_settings.items():
                 settings.append((name, variable, value))
             settings += [
+                (name, "FAIRWAY_ZONE", self.zones.get(name, "")),
                 (name, NAME_VARIABLE, name),
                 (name, "FAIRWAY_LABELS", f"name={name}"),
                 (name, "FAIRWAY_ETCD_ENDPOINTS", entries["etcd"]),

@@ -16,7 +16,7 @@ from fairway.cli.flags import Format, OutputOption
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.output import err, out, plain
 from fairway.cli.terminal.table import Column, show_rows
-from fairway.timelines import Line, Neighbour, chrome_trace, lines_of, neighbours_of
+from fairway.timelines import Neighbour, TimelineRow, chrome_trace, lines_of, neighbours_of
 from fairway.v1 import controlplane_pb2 as cp
 
 _MOST_NEIGHBOURS: Final = 20
@@ -26,7 +26,7 @@ def _ms(microseconds: int) -> str:
     return f"{microseconds / 1e3:.1f} ms"
 
 
-LINES: Final[tuple[Column[Line], ...]] = (
+LINES: Final[tuple[Column[TimelineRow], ...]] = (
     Column("at", lambda line: _ms(line.at_us)),
     Column("took", lambda line: _ms(line.took_us) if line.took_us else ""),
     Column("what", lambda line: line.what),
