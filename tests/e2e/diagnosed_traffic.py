@@ -15,7 +15,7 @@ from typing import Final
 from bench.overhead import quantile
 from fairway.client import Client, FairwayError
 from fairway.client.session import Session
-from fairway.client.values import Accepted, Finished, Options, Priority, SessionOptions, StageClock, Tokens
+from fairway.client.values import Accepted, Finished, Options, Priority, SessionOptions, StageClock
 
 CHAT, SMALL, EMBED = "chat", "small", "embed"
 MOST_OPEN: Final = 100  # requests of a tenant at once; more are not sent, and counted
@@ -132,7 +132,7 @@ class Traffic:
                         request_id = event.request_id
                     elif isinstance(event, Finished):
                         finished = event
-                    elif isinstance(event, Tokens) and habits.read_pause_s:
+                    elif habits.read_pause_s:
                         await asyncio.sleep(habits.read_pause_s)
         except FairwayError as error:
             failure = f"{error.reason}: {error.message}"

@@ -146,7 +146,9 @@ class Drill:
 async def habits(drill: Drill, *, tenant: str, **changed: Any) -> AsyncIterator[None]:
     """A tenant changes its habits."""
     before = drill.traffic.habits[tenant]
-    ranges = {key: tuple(value) if isinstance(value, list) else value for key, value in changed.items()}
+    ranges: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in changed.items()
+    }
     drill.traffic.habits[tenant] = replace(before, **ranges)
     try:
         yield

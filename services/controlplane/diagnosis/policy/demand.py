@@ -253,9 +253,8 @@ class DemandSuspects:
             - found.baseline.mean(found.baseline.parts[part], others[0])
             for part in (LatencyPart.NEIGHBOURS, LatencyPart.QUEUE, LatencyPart.BATCH)
         }
-        noisy = is_long and grown[LatencyPart.NEIGHBOURS] >= max(
-            grown[LatencyPart.QUEUE], grown[LatencyPart.BATCH]
-        )
+        waited_s = max(grown[LatencyPart.QUEUE], grown[LatencyPart.BATCH])
+        noisy = is_long and grown[LatencyPart.NEIGHBOURS] >= waited_s
         weights = np.where(masks[1], before.rate / after.rate, 1.0) * found.window.samples.weight
         values = found.window.parts.total - self._unloaded((tenant, "rate"))
         texts = [f"{tenant} sent {before.rate:.3g} requests per second, then {after.rate:.3g}"]

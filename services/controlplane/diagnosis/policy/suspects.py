@@ -230,11 +230,14 @@ def _ratios(side: Side, found: TwoTimes, mask: Mask) -> Floats:
 
 def _faster(found: TwoTimes, mask: Mask, ratio: float) -> Floats:
     """Return the window's latencies with the steps of these requests faster by a ratio above 1."""
-    spent = sum(
-        found.window.parts[part]
-        for part in (LatencyPart.OWN_PREFILL, LatencyPart.NEIGHBOURS, LatencyPart.BATCH)
+    in_steps = (
+        LatencyPart.OWN_PREFILL,
+        LatencyPart.NEIGHBOURS,
+        LatencyPart.BATCH,
+        LatencyPart.SLOWNESS,
+        LatencyPart.ROWS,
     )
-    spent = spent + found.window.parts[LatencyPart.SLOWNESS] + found.window.parts[LatencyPart.ROWS]
+    spent = sum(found.window.parts[part] for part in in_steps)
     saved = np.where(mask, np.maximum(0.0, spent) * (1 - 1 / ratio), 0.0)
     return np.asarray(found.window.parts.total - saved)
 
