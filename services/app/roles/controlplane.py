@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from fairway.keda import externalscaler_pb2, externalscaler_pb2_grpc
@@ -62,6 +63,7 @@ from services.runtime.audit import AuditedStore
 from services.runtime.config import ConfigError
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
+from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
 
 
@@ -124,11 +126,19 @@ def controlplane(environment: Environment) -> Role:
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     services = _services(servicer, *reports, KedaServicer(fleet))
     server = environment.server(*services, identity=keys)
-    checks = _checks(rounds, ledger, sequencer)
-    if settings.console_listen is None:
-        return Role(server, start=start, checks=checks)
-    console = ConsoleServer(environment, services[:1], keys, settings.console_listen)
-    return Role(server, start=start, open=console.start, drain=console.stop, checks=checks)
+    role = Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
+    return _with_console(role, environment, services[:1], keys)
+
+
+def _with_console(
+    role: Role, environment: Environment, services: tuple[RpcService, ...], identity: KeyDirectory
+) -> Role:
+    """Return the role with the console, which calls ``services``, where the settings have its address."""
+    listen = environment.settings.console_listen
+    if listen is None:
+        return role
+    console = ConsoleServer(environment, services, identity, listen)
+    return replace(role, open=console.start, drain=console.stop)
 
 
 def _services(
