@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -125,19 +125,23 @@ def controlplane(environment: Environment) -> Role:
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     services = _services(servicer, *reports, KedaServicer(fleet))
-    server = environment.server(*services, identity=keys)
-    role = Role(server, start=start, checks=_checks(rounds, ledger, sequencer))
-    return _with_console(role, environment, services[:1], keys)
+    checks = _checks(rounds, ledger, sequencer)
+    return _served(environment, services, keys, start, checks)
 
 
-def _with_console(
-    role: Role, environment: Environment, services: tuple[RpcService, ...], identity: KeyDirectory
+def _served(
+    environment: Environment,
+    services: tuple[RpcService, ...],
+    identity: KeyDirectory,
+    start: Callable[[], Awaitable[None]],
+    checks: tuple[Check, ...],
 ) -> Role:
-    """Return the role with the console, which calls ``services``, where the settings have its address."""
+    """Return the role, with the console where the settings have its address. It calls the first service."""
+    role = Role(environment.server(*services, identity=identity), start=start, checks=checks)
     listen = environment.settings.console_listen
     if listen is None:
         return role
-    console = ConsoleServer(environment, services, identity, listen)
+    console = ConsoleServer(environment, services[:1], identity, listen)
     return replace(role, open=console.start, drain=console.stop)
 
 
