@@ -119,4 +119,5 @@ class View:
 
     def _ago(self, value: Timestamp | float) -> str:
         seconds = value if isinstance(value, float) else value.seconds + value.nanos / 1e9
-        return span(max(0.0, round(self._unix_s() - seconds)))
+        passed_s = round(self._unix_s() - seconds)
+        return span(passed_s) if passed_s > 0 else "0 s"

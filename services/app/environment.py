@@ -147,7 +147,7 @@ class Environment:
         return server
 
     def own_server(self, *services: RpcService, socket: Path, identity: KeyDirectory) -> RpcServer:
-        """Return a server for credentials of people, for this process, on a socket in a private folder.
+        """Return a server for this process's calls with people's credentials, on a private socket.
 
         It applies the rules of access as the role's own, except for certificates: only this user reaches it.
         The internal token does not open it.

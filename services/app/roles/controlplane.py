@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from fairway.keda import externalscaler_pb2, externalscaler_pb2_grpc
@@ -66,6 +67,7 @@ from services.runtime.audit import AuditedStore
 from services.runtime.config import ConfigError
 from services.runtime.fleet_state.informer import Informer
 from services.runtime.fleet_state.leadership import Election
+from services.runtime.identity import KeyDirectory
 from services.runtime.process.health import Check
 
 
@@ -131,12 +133,24 @@ def controlplane(environment: Environment) -> Role:
     )
     reports = UsageServicer(ledger, ListPrices(store)), SliServicer(slis)
     services = _services(servicer, *reports, KedaServicer(fleet))
-    server = environment.server(*services, identity=keys)
     checks = (*_checks(rounds, ledger, sequencer), *senders)
-    if settings.console_listen is None:
-        return Role(server, start=start, checks=checks)
-    console = ConsoleServer(environment, services[:1], keys, settings.console_listen)
-    return Role(server, start=start, open=console.start, drain=console.stop, checks=checks)
+    return _served(environment, services, keys, start, checks)
+
+
+def _served(
+    environment: Environment,
+    services: tuple[RpcService, ...],
+    identity: KeyDirectory,
+    start: Callable[[], Awaitable[None]],
+    checks: tuple[Check, ...],
+) -> Role:
+    """Return the role, with the console where the settings have its address. It calls the first service."""
+    role = Role(environment.server(*services, identity=identity), start=start, checks=checks)
+    listen = environment.settings.console_listen
+    if listen is None:
+        return role
+    console = ConsoleServer(environment, services[:1], identity, listen)
+    return replace(role, open=console.start, drain=console.stop)
 
 
 def _workers_of(fleet: Informer[FleetRecord | None]) -> list[Worker]:
