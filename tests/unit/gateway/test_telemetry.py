@@ -138,7 +138,10 @@ async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
     assert tokens[("kind", "prompt"), ("model", "m"), ("tenant", "acme")] == 3.0
     assert rig.counted("fairway_gateway_ttft_seconds_count") == {(("model", "m"),): 1.0}
     assert rig.counted("fairway_gateway_tpot_seconds_count") == {(("model", "m"),): 1.0}
-    (noted,) = rig.telemetry.slis.requests.cut()
+    report = rig.telemetry.slis.cut(0.0)
+    assert report is not None
+    (noted,) = report.requests
+    assert [one.request_id for one in report.sampled] == ["req_1"]
     assert (noted.request_id, noted.tenant, noted.model, noted.reason) == ("req_1", "acme", "m", "FINISHED")
     assert noted.usage.output_tokens == 3
     (line,) = [entry for entry in logs if entry["event"] == "request.finished"]
