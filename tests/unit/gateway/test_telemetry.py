@@ -141,6 +141,7 @@ async def test_a_finished_request_is_counted_and_has_a_line_and_spans() -> None:
     report = rig.telemetry.slis.cut(0.0)
     assert report is not None
     (noted,) = report.requests
+    assert [one.request_id for one in report.sampled] == ["req_1"]
     assert (noted.request_id, noted.tenant, noted.model, noted.reason) == ("req_1", "acme", "m", "FINISHED")
     assert noted.usage.output_tokens == 3
     (line,) = [entry for entry in logs if entry["event"] == "request.finished"]

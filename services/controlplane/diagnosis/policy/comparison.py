@@ -15,10 +15,10 @@ from services.controlplane.diagnosis.policy.samples import (
     FittedPrices,
     FleetMoment,
     Floats,
-    LatencyPart,
     Mask,
     Metric,
     RequestTable,
+    SpentOn,
     SpentTimes,
     fit_prices,
     parts_of,
@@ -110,14 +110,14 @@ class TwoTimes:
         after = self.window.means(values[1], masks[1])
         return rises(-before, -after) if falls else rises(before, after)
 
-    def part_means(self, part: LatencyPart) -> tuple[float, float]:
+    def part_means(self, part: SpentOn) -> tuple[float, float]:
         """Return the mean of a part in both times; of a batch it is that of one step."""
         found = []
         for side in (self.baseline, self.window):
             column = side.parts[part]
             everyone = np.ones(len(column), dtype=bool)
             found.append(side.mean(column, everyone))
-        if part is LatencyPart.BATCH:
+        if part is SpentOn.BATCH:
             steps = [
                 side.mean(side.samples.before[:, 0] + side.samples.after[:, 0], side.samples.weight > 0)
                 for side in (self.baseline, self.window)

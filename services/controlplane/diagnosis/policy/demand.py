@@ -10,7 +10,7 @@ import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import TwoTimes
 from services.controlplane.diagnosis.policy.quantiles import rises
-from services.controlplane.diagnosis.policy.samples import DECODE, Floats, LatencyPart, Mask, Metric
+from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Mask, Metric, SpentOn
 from services.controlplane.diagnosis.policy.suspects import (
     LEAST_ARRIVALS,
     LEAST_EXCESS_S,
@@ -27,11 +27,11 @@ from services.controlplane.diagnosis.policy.suspects import (
 LEAST_HITS: Final = 0.1  # fall of the hit ratio
 LONG_PROMPTS: Final = 2.0  # times those of others
 _LOAD_PARTS: Final = (
-    LatencyPart.QUEUE,
-    LatencyPart.ENGINE_WAIT,
-    LatencyPart.BATCH,
-    LatencyPart.BATCH_WAIT,
-    LatencyPart.RETURNING,
+    SpentOn.QUEUE,
+    SpentOn.ENGINE_WAIT,
+    SpentOn.BATCH,
+    SpentOn.BATCH_WAIT,
+    SpentOn.RETURNING,
 )
 _PRICE_S: Final = 1e-6
 _RANKS: Final = {"batch": 0, "standard": 1, "interactive": 2}
@@ -140,9 +140,9 @@ class DemandSuspects:
     def _unloaded(self, key: tuple[str, str]) -> Floats:
         """Return what the window's requests would save of waits without this factor's growth."""
         found, saved = self._found, np.zeros(len(self._found.window.samples))
-        for part in (*_LOAD_PARTS, LatencyPart.NEIGHBOURS):
+        for part in (*_LOAD_PARTS, SpentOn.NEIGHBOURS):
             usual_s, now_s = found.part_means(part)
-            share = (self._prefills if part is LatencyPart.NEIGHBOURS else self._load).get(key, 0.0)
+            share = (self._prefills if part is SpentOn.NEIGHBOURS else self._load).get(key, 0.0)
             if now_s > usual_s and share:
                 saved = saved + share * found.window.parts[part] * (1 - usual_s / now_s)
         return np.asarray(saved)
@@ -155,7 +155,7 @@ class DemandSuspects:
         if not enough(masks) or after.prompt < LEAST_GROWTH * before.prompt:
             return
         found, ratio = self._found, before.prompt / after.prompt
-        own = found.window.parts[LatencyPart.OWN_PREFILL] + found.window.parts[LatencyPart.ROWS]
+        own = found.window.parts[SpentOn.OWN_PREFILL] + found.window.parts[SpentOn.ROWS]
         saved = np.where(masks[1], own * (1 - ratio), 0.0)
         columns = found.baseline.samples.prompt, found.window.samples.prompt
         yield self._suspect(
@@ -174,7 +174,7 @@ class DemandSuspects:
             return
         found, saved = self._found, np.zeros(len(masks[1]))
         if found.metric is Metric.TOTAL:
-            decode = found.window.samples.stages[:, DECODE] - found.window.parts[LatencyPart.READER]
+            decode = found.window.samples.stages[:, DECODE] - found.window.parts[SpentOn.READER]
             saved = np.where(masks[1], np.maximum(0.0, decode) * (1 - before.output / after.output), 0.0)
         columns = found.baseline.samples.output, found.window.samples.output
         yield self._suspect(
@@ -202,7 +202,7 @@ class DemandSuspects:
         model_saved = np.zeros(len(found.window.samples))
         for tenant, masks, before, after in fallen:
             lost = after.uncached and (before.hit_ratio - after.hit_ratio) * after.prompt / after.uncached
-            saved = np.where(masks[1], found.window.parts[LatencyPart.OWN_PREFILL] * lost, 0.0)
+            saved = np.where(masks[1], found.window.parts[SpentOn.OWN_PREFILL] * lost, 0.0)
             saved = saved + self._unloaded((tenant, "cache"))
             model_saved = model_saved + saved
             ratios = f"{before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
@@ -251,17 +251,16 @@ class DemandSuspects:
         grown = {
             part: found.window.mean(found.window.parts[part], others[1])
             - found.baseline.mean(found.baseline.parts[part], others[0])
-            for part in (LatencyPart.NEIGHBOURS, LatencyPart.QUEUE, LatencyPart.BATCH)
+            for part in (SpentOn.NEIGHBOURS, SpentOn.QUEUE, SpentOn.BATCH)
         }
-        waited_s = max(grown[LatencyPart.QUEUE], grown[LatencyPart.BATCH])
-        noisy = is_long and grown[LatencyPart.NEIGHBOURS] >= waited_s
+        noisy = is_long and grown[SpentOn.NEIGHBOURS] >= max(grown[SpentOn.QUEUE], grown[SpentOn.BATCH])
         weights = np.where(masks[1], before.rate / after.rate, 1.0) * found.window.samples.weight
         values = found.window.parts.total - self._unloaded((tenant, "rate"))
         texts = [f"{tenant} sent {before.rate:.3g} requests per second, then {after.rate:.3g}"]
         if noisy:
             texts.append(
                 f"its prompts have {uncached[0]:.0f} tokens to compute, those of others {uncached[1]:.0f}; "
-                f"they lengthen the steps of others by {ms(grown[LatencyPart.NEIGHBOURS])} per request"
+                f"they lengthen the steps of others by {ms(grown[SpentOn.NEIGHBOURS])} per request"
             )
         yield Suspect(
             CauseKind.NOISY_NEIGHBOUR if noisy else CauseKind.ARRIVALS_GREW,
@@ -278,7 +277,7 @@ class DemandSuspects:
         found = self._found
         classes = sorted(values_of(found, "priority"), key=lambda name: _RANKS.get(name, 0))
         waits = [
-            side.parts[LatencyPart.QUEUE] + side.parts[LatencyPart.RETURNING]
+            side.parts[SpentOn.QUEUE] + side.parts[SpentOn.RETURNING]
             for side in (found.baseline, found.window)
         ]
         for place, name in enumerate(classes[:-1]):

@@ -21,9 +21,9 @@ from services.controlplane.diagnosis.policy.samples import (
     STAGES,
     FleetMoment,
     Floats,
-    LatencyPart,
     Metric,
     RequestTable,
+    SpentOn,
 )
 from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, ms, suspects_of
 
@@ -287,12 +287,12 @@ def _part_texts(one: TwoTimes) -> list[str]:
     """Return the parts that changed most at the quantile."""
     found = []
     for side in (one.baseline, one.window):
-        table = np.stack([side.parts[part] for part in LatencyPart], axis=1)
+        table = np.stack([side.parts[part] for part in SpentOn], axis=1)
         found.append(allocated(side.parts.total, side.samples.weight, one.level, table))
     shares = (found[1] - found[0]) / one.change_s
     order = np.argsort(-shares)[:4]
     return [
-        f"{list(LatencyPart)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: "
+        f"{list(SpentOn)[at]}: {ms(float(found[0][at]))}, then {ms(float(found[1][at]))}: "
         f"{shares[at]:.0%} of the change"
         for at in order
         if shares[at] >= 0.1

@@ -37,7 +37,7 @@ class Metric(StrEnum):
     TOTAL = "total"
 
 
-class LatencyPart(StrEnum):
+class SpentOn(StrEnum):
     """What a request spent time on."""
 
     VALIDATE = "validate"
@@ -222,9 +222,9 @@ class SpentTimes:
     """The parts of each request's latency, in columns."""
 
     metric: Metric
-    columns: Mapping[LatencyPart, Floats]
+    columns: Mapping[SpentOn, Floats]
 
-    def __getitem__(self, part: LatencyPart) -> Floats:
+    def __getitem__(self, part: SpentOn) -> Floats:
         return self.columns[part]
 
     @property
@@ -235,26 +235,26 @@ class SpentTimes:
 def parts_of(samples: RequestTable, metric: Metric, prices: FittedPrices) -> SpentTimes:
     """Return the parts; they sum to the metric."""
     stage, empty = samples.stages, np.zeros(len(samples))
-    found: dict[LatencyPart, Floats] = dict.fromkeys(LatencyPart, empty)
+    found: dict[SpentOn, Floats] = dict.fromkeys(SpentOn, empty)
     is_rows = samples.batch_rows > 0
     if metric is not Metric.ITL:
-        found[LatencyPart.VALIDATE], found[LatencyPart.ADMIT] = stage[:, VALIDATE], stage[:, ADMIT]
-        found[LatencyPart.QUEUE] = stage[:, QUEUE]
+        found[SpentOn.VALIDATE], found[SpentOn.ADMIT] = stage[:, VALIDATE], stage[:, ADMIT]
+        found[SpentOn.QUEUE] = stage[:, QUEUE]
         network = np.maximum(0.0, stage[:, PREFILL] - samples.prefill_s)
-        found[LatencyPart.NETWORK] = stage[:, DISPATCH] + network
+        found[SpentOn.NETWORK] = stage[:, DISPATCH] + network
         computed = stage[:, PREFILL] - network
-        found[LatencyPart.ROWS] = np.where(is_rows, computed, 0.0)
-        found[LatencyPart.BATCH_WAIT] = np.where(is_rows, stage[:, ENGINE_WAIT], 0.0)
+        found[SpentOn.ROWS] = np.where(is_rows, computed, 0.0)
+        found[SpentOn.BATCH_WAIT] = np.where(is_rows, stage[:, ENGINE_WAIT], 0.0)
         own = np.minimum(samples.prompt - samples.cached, samples.before[:, _PREFILL])
         spent_s = np.where(is_rows, 0.0, stage[:, ENGINE_WAIT] + computed)
         _add_steps(found, samples.before, spent_s, np.maximum(0.0, own), prices)
     if metric is not Metric.TTFT:
         reader = np.minimum(samples.blocked_s, stage[:, DECODE])
         returning = np.minimum(samples.returning_s, stage[:, DECODE] - reader)
-        found[LatencyPart.READER], found[LatencyPart.RETURNING] = reader, returning
+        found[SpentOn.READER], found[SpentOn.RETURNING] = reader, returning
         _add_steps(found, samples.after, stage[:, DECODE] - reader - returning, empty, prices)
     if metric is Metric.TOTAL:
-        found[LatencyPart.SEND] = stage[:, SEND]
+        found[SpentOn.SEND] = stage[:, SEND]
     if metric is Metric.ITL:
         gaps = np.maximum(1.0, samples.output - 1)
         found = {part: column / gaps for part, column in found.items()}
@@ -262,7 +262,7 @@ def parts_of(samples: RequestTable, metric: Metric, prices: FittedPrices) -> Spe
 
 
 def _add_steps(
-    found: dict[LatencyPart, Floats], steps: Floats, spent_s: Floats, own: Floats, prices: FittedPrices
+    found: dict[SpentOn, Floats], steps: Floats, spent_s: Floats, own: Floats, prices: FittedPrices
 ) -> None:
     """Divide the time spent on a worker by the work of the steps in it.
 
@@ -270,10 +270,10 @@ def _add_steps(
     """
     step_s = steps[:, _STEP_S]
     within = np.where(step_s > spent_s, spent_s / np.where(step_s > 0, step_s, 1.0), 1.0)
-    found[LatencyPart.OWN_PREFILL] = found[LatencyPart.OWN_PREFILL] + within * prices.prefill_s * own
+    found[SpentOn.OWN_PREFILL] = found[SpentOn.OWN_PREFILL] + within * prices.prefill_s * own
     others = np.maximum(0.0, steps[:, _PREFILL] - own)
-    found[LatencyPart.NEIGHBOURS] = found[LatencyPart.NEIGHBOURS] + within * prices.prefill_s * others
-    found[LatencyPart.BATCH] = found[LatencyPart.BATCH] + within * prices.without_prefill(steps)
+    found[SpentOn.NEIGHBOURS] = found[SpentOn.NEIGHBOURS] + within * prices.prefill_s * others
+    found[SpentOn.BATCH] = found[SpentOn.BATCH] + within * prices.without_prefill(steps)
     beyond = step_s - prices.without_prefill(steps) - prices.prefill_s * (own + others)
-    found[LatencyPart.SLOWNESS] = found[LatencyPart.SLOWNESS] + within * beyond
-    found[LatencyPart.ENGINE_WAIT] = found[LatencyPart.ENGINE_WAIT] + spent_s - within * step_s
+    found[SpentOn.SLOWNESS] = found[SpentOn.SLOWNESS] + within * beyond
+    found[SpentOn.ENGINE_WAIT] = found[SpentOn.ENGINE_WAIT] + spent_s - within * step_s

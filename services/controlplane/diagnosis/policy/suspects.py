@@ -15,7 +15,7 @@ import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import Side, TwoTimes
 from services.controlplane.diagnosis.policy.quantiles import quantile, rises
-from services.controlplane.diagnosis.policy.samples import Floats, LatencyPart, Mask, slowness
+from services.controlplane.diagnosis.policy.samples import Floats, Mask, SpentOn, slowness
 
 LEAST_REQUESTS: Final = 8  # sampled requests of a subject in each time
 LEAST_GROWTH: Final = 1.2  # of a mean
@@ -113,7 +113,7 @@ def _log_disks(found: TwoTimes) -> Iterator[Suspect]:
         )
 
 
-def _without_log(side: Side, part: LatencyPart) -> Floats:
+def _without_log(side: Side, part: SpentOn) -> Floats:
     """Return a part less its share of the time in which the gateway wrote its log."""
     total = np.maximum(1e-9, side.parts.total)
     return np.asarray(side.parts[part] * (1 - np.minimum(1.0, side.samples.log_s / total)))
@@ -126,8 +126,8 @@ def _floor_s(side: Side, column: Floats, mask: Mask) -> float:
 
 
 def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
-    columns = _without_log(found.baseline, LatencyPart.ADMIT), _without_log(found.window, LatencyPart.ADMIT)
-    sends = _without_log(found.baseline, LatencyPart.SEND), _without_log(found.window, LatencyPart.SEND)
+    columns = _without_log(found.baseline, SpentOn.ADMIT), _without_log(found.window, SpentOn.ADMIT)
+    sends = _without_log(found.baseline, SpentOn.SEND), _without_log(found.window, SpentOn.SEND)
     masks = _everyone(found)
     usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
     expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
@@ -164,8 +164,8 @@ def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
 
 def _zones(found: TwoTimes) -> Iterator[Suspect]:
     columns = (
-        _without_log(found.baseline, LatencyPart.NETWORK),
-        _without_log(found.window, LatencyPart.NETWORK),
+        _without_log(found.baseline, SpentOn.NETWORK),
+        _without_log(found.window, SpentOn.NETWORK),
     )
     for name in ("worker_zone", "zone"):
         for zone in values_of(found, name):
@@ -198,7 +198,7 @@ def _zones(found: TwoTimes) -> Iterator[Suspect]:
 
 
 def _readers(found: TwoTimes) -> Iterator[Suspect]:
-    columns = found.baseline.parts[LatencyPart.READER], found.window.parts[LatencyPart.READER]
+    columns = found.baseline.parts[SpentOn.READER], found.window.parts[SpentOn.READER]
     for tenant in values_of(found, "tenant"):
         masks = both(found, "tenant", tenant)
         usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
@@ -230,14 +230,8 @@ def _ratios(side: Side, found: TwoTimes, mask: Mask) -> Floats:
 
 def _faster(found: TwoTimes, mask: Mask, ratio: float) -> Floats:
     """Return the window's latencies with the steps of these requests faster by a ratio above 1."""
-    in_steps = (
-        LatencyPart.OWN_PREFILL,
-        LatencyPart.NEIGHBOURS,
-        LatencyPart.BATCH,
-        LatencyPart.SLOWNESS,
-        LatencyPart.ROWS,
-    )
-    spent = sum(found.window.parts[part] for part in in_steps)
+    spent = sum(found.window.parts[part] for part in (SpentOn.OWN_PREFILL, SpentOn.NEIGHBOURS, SpentOn.BATCH))
+    spent = spent + found.window.parts[SpentOn.SLOWNESS] + found.window.parts[SpentOn.ROWS]
     saved = np.where(mask, np.maximum(0.0, spent) * (1 - 1 / ratio), 0.0)
     return np.asarray(found.window.parts.total - saved)
 
@@ -280,11 +274,11 @@ def _engines(found: TwoTimes) -> Iterator[Suspect]:
 def _relieved(found: TwoTimes, values: Floats, mask: Mask) -> Floats:
     """Return the values without the growth of waits for room on workers that these requests ran on."""
     reduced = values
-    for part in (LatencyPart.ENGINE_WAIT, LatencyPart.QUEUE):
+    for part in (SpentOn.ENGINE_WAIT, SpentOn.QUEUE):
         usual_s, now_s = found.part_means(part)
         if now_s > usual_s + LEAST_EXCESS_S / 2:
             column = found.window.parts[part]
-            everyone = mask if part is LatencyPart.ENGINE_WAIT else np.ones(len(mask), bool)
+            everyone = mask if part is SpentOn.ENGINE_WAIT else np.ones(len(mask), bool)
             reduced = reduced - np.where(everyone, column * (1 - usual_s / now_s), 0.0)
     return np.asarray(reduced)
 
@@ -344,7 +338,7 @@ def _loads(found: TwoTimes) -> Iterator[Suspect]:
         usual = slowness(found.baseline.samples, found.prices, rest)
         ratio = slowness(samples, found.prices, during) / max(1e-9, usual)
         peers = slowness(samples, found.prices, ~masks[1])
-        waits = found.baseline.parts[LatencyPart.ENGINE_WAIT], found.window.parts[LatencyPart.ENGINE_WAIT]
+        waits = found.baseline.parts[SpentOn.ENGINE_WAIT], found.window.parts[SpentOn.ENGINE_WAIT]
         usual_s, now_s = found.baseline.mean(waits[0], rest), found.window.mean(waits[1], during)
         if ratio / max(1.0, peers) < LEAST_SLOWNESS and now_s < usual_s + 2 * LEAST_EXCESS_S:
             continue
@@ -384,7 +378,7 @@ def _fragmentation(found: TwoTimes) -> Iterator[Suspect]:
     if spread[1] < LEAST_GROWTH * spread[0] or rates[1] > LEAST_ARRIVALS * rates[0]:
         return
     values = found.window.parts.total
-    for part in (LatencyPart.BATCH_WAIT, LatencyPart.ROWS, LatencyPart.NETWORK):
+    for part in (SpentOn.BATCH_WAIT, SpentOn.ROWS, SpentOn.NETWORK):
         usual_s, now_s = found.part_means(part)
         if now_s > usual_s:
             values = values - np.where(masks[1], found.window.parts[part] * (1 - usual_s / now_s), 0.0)
