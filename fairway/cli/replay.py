@@ -78,10 +78,10 @@ def _quantiles(
     window = window_of(found, causes)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "window.json"
-        path.write_text(json.dumps(window))
+        path.write_text(json.dumps(window), encoding="utf-8")
         child = [sys.executable, "-P", "-m", "simulator", "window", str(path)]
         try:
-            ran = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            ran = subprocess.run(child, capture_output=True, encoding="utf-8", timeout=TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             return f"the simulation took more than {TIMEOUT_S:g} s", {}
     try:

@@ -303,6 +303,10 @@ class Environment:
         )
         spans = self.tracing if self.tracing.on and self.role in TRACED_BY_RPC else None
         self._rpc_telemetry = RpcTelemetry(RpcMetrics(self.metrics), self.clock, spans, self.request_lines)
+        self._open_telemetry_server()
+
+    def _open_telemetry_server(self) -> None:
+        settings = self.settings
         secured = settings.secures(settings.metrics_tls, settings.metrics_listen)
         if (certificates := self.certificates) is not None:
             self.metrics.gauge(

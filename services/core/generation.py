@@ -301,12 +301,15 @@ class StepTotals(Struct, frozen=True, gc=False):
     attended_tokens: int = 0  # tokens of KV that the decodes read
 
     def since(self, earlier: StepTotals) -> StepTotals:
-        """Return what was added after ``earlier``, which is of the same engine."""
+        """Return what was added after ``earlier``, which is of the same engine.
+
+        A total that was taken while a step is read still counts first tokens of other sequences as decoded.
+        """
         return StepTotals(
             self.steps - earlier.steps,
             self.step_us - earlier.step_us,
             self.prefill_tokens - earlier.prefill_tokens,
-            self.decode_tokens - earlier.decode_tokens,
+            max(0, self.decode_tokens - earlier.decode_tokens),
             self.attended_tokens - earlier.attended_tokens,
         )
 

@@ -97,6 +97,10 @@ class WorkerTelemetry:
             "Shared KV blocks evicted before use, which sequences computed again",
             _BY_MODEL,
         )
+        self.recorder = StepRecorder(clock, metrics)
+        self._open_engines(metrics)
+
+    def _open_engines(self, metrics: Metrics) -> None:
         self._ended = metrics.counter(
             "fairway_worker_sequences_ended_total", "Sequences that ended, by reason", ("model", "reason")
         )
@@ -126,7 +130,6 @@ class WorkerTelemetry:
         self._fallback_starts = metrics.counter(
             "fairway_worker_fallback_starts_total", "Sequences accepted from fallback placement"
         )
-        self.recorder = StepRecorder(clock, metrics)
         self._load = metrics.histogram(
             "fairway_worker_load_seconds",
             "Version load, by part: fetch, the download of its files; engine, from its start until it is "

@@ -256,17 +256,8 @@ def drawn_rows(
         run_s = (0.02 + len(batch) * width * 5e-6) * rng.lognormvariate(0, 0.1)
         for arrived_s, length in batch:
             wait_s = now_s - arrived_s
-            clock = StageClock(
-                round(arrived_s * 1e6),
-                200,
-                1000,
-                0,
-                0,
-                round(wait_s * 1e6),
-                round(run_s * 1e6) + 2000,
-                0,
-                100,
-            )
+            stages_us = (200, 1000, 0, 0, round(wait_s * 1e6), round(run_s * 1e6) + 2000, 0, 100)
+            clock = StageClock(round(arrived_s * 1e6), *stages_us)
             run = RunFacts(
                 worker_id="worker-0",
                 prefill_us=round(run_s * 1e6),

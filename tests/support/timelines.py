@@ -60,6 +60,11 @@ def sample_timeline() -> pb.GetTimelineResponse:
     own.moments.add(kind="PREEMPTED", unix_us=start_us + 66_000)
     host.sequences.add(number=8, engine=1, request_id="req_" + "b" * 24, tenant="beta")
     host.sequences.add(number=9, engine=1)
+    _add_steps(host, start_us)
+    return found
+
+
+def _add_steps(host: pb.TimelineHost, start_us: int) -> None:
     steps = (
         (1, 25_000, 14_000, {7: (32, 0), 8: (480, 0)}),
         (2, 39_500, 14_500, {7: (32, 1), 8: (480, 0)}),
@@ -84,7 +89,6 @@ def sample_timeline() -> pb.GetTimelineResponse:
             prefilled=[prefilled for prefilled, _ in members.values()],
             sampled=[sampled for _, sampled in members.values()],
         )
-    return found
 
 
 def check_trace(trace: dict[str, Any]) -> None:

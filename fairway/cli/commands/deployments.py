@@ -353,10 +353,8 @@ async def update(
         raise typer.BadParameter("--model needs --version: the present version belongs to the old model")
 
     def change(deployment: cp.Deployment) -> None:
-        if model:
-            deployment.model = model
-        if version:
-            deployment.version = version
+        deployment.model = model or deployment.model
+        deployment.version = version or deployment.version
         if replicas is not None:
             deployment.replicas = replicas
         if selector is not None:

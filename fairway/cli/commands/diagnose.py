@@ -30,6 +30,50 @@ class MetricName(StrEnum):
 
 
 _Past = Annotated[datetime | None, typer.Option("--from", parser=parse_past, metavar="TIME", help="Start.")]
+_Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="Deployment; default: the one whose latency rose most certainly.",
+        autocompletion=completion.deployments,
+    ),
+]
+_Metric = Annotated[
+    MetricName,
+    typer.Option("--metric", help="Which latency."),
+]
+_Quantile = Annotated[
+    float,
+    typer.Option("--quantile", min=0.01, max=0.999, help="Which quantile of it."),
+]
+_Since = Annotated[
+    datetime | None,
+    typer.Option("--since", parser=parse_past, metavar="TIME", help="Start; default: the last rise."),
+]
+_End = Annotated[
+    datetime | None,
+    typer.Option("--to", parser=parse_past, metavar="TIME", help="End; default: now."),
+]
+_Baseline = Annotated[
+    str,
+    typer.Option("--baseline", help="A saved baseline; auto: the time before, else stored hours."),
+]
+_Tenant = Annotated[
+    str,
+    typer.Option("--tenant", help="Only requests of this tenant.", autocompletion=completion.tenants),
+]
+_Save = Annotated[
+    str,
+    typer.Option("--save-baseline", metavar="NAME", help="Keep the time as a baseline instead."),
+]
+_Replayed = Annotated[
+    bool,
+    typer.Option("--replay/--no-replay", help="Test causes in the simulator, for seconds."),
+]
+_Samples = Annotated[
+    Path | None,
+    typer.Option("--samples", help="File to write the answer with its sampled requests to."),
+]
 
 
 def _ms(seconds: float) -> str:
@@ -71,10 +115,64 @@ def shown(found: cp.DiagnoseLatencyResponse) -> str:
     return "".join(lines)
 
 
+async def _diagnose(
+    connection: Connection,
+    model: _Model = "",
+    metric: _Metric = MetricName.TTFT,
+    quantile: _Quantile = 0.95,
+    since: _Since = None,
+    start: _Past = None,
+    end: _End = None,
+    baseline: _Baseline = "auto",
+    tenant: _Tenant = "",
+    save_baseline: _Save = "",
+    replayed: _Replayed = True,
+    samples: _Samples = None,
+    output: OutputOption = Format.TABLE,
+) -> None:
+    """Show why a quantile of latency rose: its stages, and causes with their evidence.
+
+    A window is compared with the time before it. Each gateway samples up to 64 requests of two seconds.
+    """
+    if since is not None and start is not None:
+        raise typer.BadParameter("--since and --from are the same: give one")
+    began = since or start
+    diagnoses = connection.admin.diagnoses
+    if save_baseline:
+        saving = diagnoses.save_baseline(save_baseline, start=began, end=end)
+        span = await checked(saving, what="cannot save the baseline")
+        if output in DOCUMENTS:
+            write_document(document_of(span), output)
+        else:
+            plain(out(), _span(save_baseline, span), end="")
+        return
+    asking = diagnoses.diagnose(
+        model=model,
+        tenant=tenant,
+        metric=metric.value,
+        quantile=quantile,
+        start=began,
+        end=end,
+        baseline=baseline,
+        samples=replayed or samples is not None,
+        timeout_s=_TIMEOUT_S,
+    )
+    found = await checked(asking, what="cannot diagnose")
+    if replayed:
+        await asyncio.to_thread(replay, found)
+    if samples is not None:
+        samples.write_text(text_of(document_of(found), Format.JSON), encoding="utf-8")
+    found.ClearField("window_samples")
+    found.ClearField("baseline_samples")
+    if output in DOCUMENTS:
+        write_document(document_of(found), output)
+    else:
+        plain(out(), shown(found), end="")
+
+
 def add_diagnose(app: typer.Typer) -> None:
     """Add the command `diagnose` to ``app``."""
-
-    @command(
+    command(
         app,
         "diagnose",
         to=Server.CONTROLPLANE,
@@ -85,88 +183,4 @@ def add_diagnose(app: typer.Typer) -> None:
             "fairway diagnose --since 1h --save-baseline monday",
             "fairway diagnose -o json | jq '.causes[0]'",
         ),
-    )
-    async def diagnose(
-        connection: Connection,
-        model: Annotated[
-            str,
-            typer.Option(
-                "--model",
-                help="Deployment; default: the one whose latency rose most certainly.",
-                autocompletion=completion.deployments,
-            ),
-        ] = "",
-        metric: Annotated[MetricName, typer.Option("--metric", help="Which latency.")] = MetricName.TTFT,
-        quantile: Annotated[
-            float, typer.Option("--quantile", min=0.01, max=0.999, help="Which quantile of it.")
-        ] = 0.95,
-        since: Annotated[
-            datetime | None,
-            typer.Option("--since", parser=parse_past, metavar="TIME", help="Start; default: the last rise."),
-        ] = None,
-        start: _Past = None,
-        end: Annotated[
-            datetime | None,
-            typer.Option("--to", parser=parse_past, metavar="TIME", help="End; default: now."),
-        ] = None,
-        baseline: Annotated[
-            str,
-            typer.Option(
-                "--baseline",
-                help="A saved baseline; auto: the time before, else stored hours.",
-            ),
-        ] = "auto",
-        tenant: Annotated[
-            str,
-            typer.Option("--tenant", help="Only requests of this tenant.", autocompletion=completion.tenants),
-        ] = "",
-        save_baseline: Annotated[
-            str, typer.Option("--save-baseline", metavar="NAME", help="Keep the time as a baseline instead.")
-        ] = "",
-        replayed: Annotated[
-            bool, typer.Option("--replay/--no-replay", help="Test causes in the simulator, for seconds.")
-        ] = True,
-        samples: Annotated[
-            Path | None,
-            typer.Option("--samples", help="File to write the answer with its sampled requests to."),
-        ] = None,
-        output: OutputOption = Format.TABLE,
-    ) -> None:
-        """Show why a quantile of latency rose: its stages, and causes with their evidence.
-
-        A window is compared with the time before it. Each gateway samples up to 64 requests of two seconds.
-        """
-        if since is not None and start is not None:
-            raise typer.BadParameter("--since and --from are the same: give one")
-        began = since or start
-        diagnoses = connection.admin.diagnoses
-        if save_baseline:
-            saving = diagnoses.save_baseline(save_baseline, start=began, end=end)
-            span = await checked(saving, what="cannot save the baseline")
-            if output in DOCUMENTS:
-                write_document(document_of(span), output)
-            else:
-                plain(out(), _span(save_baseline, span), end="")
-            return
-        asking = diagnoses.diagnose(
-            model=model,
-            tenant=tenant,
-            metric=metric.value,
-            quantile=quantile,
-            start=began,
-            end=end,
-            baseline=baseline,
-            samples=replayed or samples is not None,
-            timeout_s=_TIMEOUT_S,
-        )
-        found = await checked(asking, what="cannot diagnose")
-        if replayed:
-            await asyncio.to_thread(replay, found)
-        if samples is not None:
-            samples.write_text(text_of(document_of(found), Format.JSON))
-        found.ClearField("window_samples")
-        found.ClearField("baseline_samples")
-        if output in DOCUMENTS:
-            write_document(document_of(found), output)
-        else:
-            plain(out(), shown(found), end="")
+    )(_diagnose)

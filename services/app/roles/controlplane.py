@@ -94,16 +94,8 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
     timelines = _open_timelines(environment, fleet, queues, slis)
-    reconciler = Reconciler(
-        store,
-        fleet,
-        election,
-        clock,
-        rounds,
-        events=recorder,
-        probes=slis.probes,
-        likely=scaler.likely,
-        residency=lambda: scaler.residency,
+    reconciler = partial(Reconciler, store, fleet, election, clock, rounds, events=recorder)(
+        probes=slis.probes, likely=scaler.likely, residency=lambda: scaler.residency
     )
     rollouts = RolloutController(audited, fleet, election, clock, slis=slis)
 

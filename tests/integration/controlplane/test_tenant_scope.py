@@ -65,6 +65,8 @@ def reach(method: str, name: str, tenant: str) -> Any:
     fields = request.DESCRIPTOR.fields_by_name
     if "name" in fields:
         request.name = name
+    if "request_name" in fields:
+        request.request_name = name
     for each in ("key", "budget"):
         if each in fields and fields[each].message_type is not None:
             getattr(request, each).CopyFrom(
