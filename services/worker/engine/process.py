@@ -54,6 +54,7 @@ from services.worker.engine_protocol import (
 HEARTBEAT_S: Final = 1.0
 
 # glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, whose greatest value is 32 MiB.
+_REFUSED_WITHOUT_MEMORY: Final = b"command.refused: MemoryError\n"  # writing it allocates nothing
 MALLOC_OPTIONS: Final = ((-1, 256 << 20), (-2, 64 << 20), (-3, 32 << 20))
 
 log = structlog.get_logger()
@@ -364,8 +365,12 @@ def _exit_at_end(was_shutdown: bool) -> NoReturn:
 
 
 def _exit_malformed(error: Exception) -> NoReturn:
-    log.error("command.refused", message=str(error) or type(error).__name__)
-    os._exit(EngineExitCode.BAD_INPUT)
+    try:
+        log.error("command.refused", message=str(error) or type(error).__name__)
+    except MemoryError:
+        os.write(2, _REFUSED_WITHOUT_MEMORY)
+    finally:
+        os._exit(EngineExitCode.BAD_INPUT)
 
 
 def _keep_freed_memory() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.process import MALLOC_OPTIONS, AgentConnection, EngineExitCode, step_until_stopped
+from services.worker.engine.process import AgentConnection, EngineExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     Cancel,
@@ -208,15 +207,26 @@ def test_a_malformed_command_ends_it(start: Any, raw: bytes) -> None:
     assert "command.refused" in agent.log.read_text()
 
 
-def test_a_command_without_memory_for_it_ends_it(start: Any) -> None:
-    """Otherwise it would go on without ever receiving another one."""
-    agent = start()
-    agent.ready()
-    resource.prlimit(agent.process.pid, resource.RLIMIT_DATA, (0, 0))
-    size_bytes = MALLOC_OPTIONS[-1][1] + 1  # so large that the allocator takes it from the kernel
-    agent.channel.sendall(LENGTH_PREFIX.pack(size_bytes))
-    assert agent.exit_code() == EngineExitCode.BAD_INPUT
-    assert "MemoryError" in agent.log.read_text()
+class NoMemory(socket.socket):
+    """A connection whose next command is larger than the memory that is left."""
+
+    def makefile(self, *arguments: Any, **more: Any) -> Any:
+        raise MemoryError
+
+
+def test_a_command_without_memory_for_it_ends_it() -> None:
+    """Otherwise the process would go on without ever receiving another one."""
+    refused: list[Exception] = []
+    ended = threading.Event()
+
+    def refuse(error: Exception) -> None:
+        refused.append(error)
+        ended.set()
+
+    with NoMemory() as channel:
+        AgentConnection(channel, on_end=lambda _: None, on_malformed=refuse)
+        assert ended.wait(PATIENCE_S)
+    assert isinstance(refused[0], MemoryError)
 
 
 def test_a_handle_that_is_live_ends_it(start: Any, submit: Any) -> None:
