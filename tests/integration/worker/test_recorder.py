@@ -86,7 +86,7 @@ async def test_a_preempted_request_has_its_preemption_and_its_second_prefill(sta
         if not kinds[own.request_id]:
             assert (prefilled, own.reason) == (prompt_tokens, "length")
         elif own.reason == "length":
-            assert prefilled > prompt_tokens, "its KV is computed again"
+            assert prefilled >= prompt_tokens, "what left the cache is computed again"
     preempted = [name for name, found in kinds.items() if "PREEMPTED" in found]
     assert 0 < len(preempted) < count, kinds
 
