@@ -38,7 +38,7 @@ from bench.engines.rounds import Compared, compare
 from bench.engines.runner import PeerRunner, Runner, RunnerFailed
 from bench.results import print_result
 
-Values: TypeAlias = list[float]  # of one figure, by round
+Values: TypeAlias = list[float]  # the values of one figure, by round
 Figures: TypeAlias = dict[str, Values | None]
 
 RESULT: Final[Mapping[str, Callable[..., Values]]] = {

@@ -66,14 +66,14 @@ _HEADERS: Final = (
 _TYPES: Final = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConsoleParts:
     """What the console acts through."""
 
     api: Api
     clock: Clock
     new_secret: Callable[[], str]
-    url: str  # as browsers reach it; https makes the cookies secure
+    url: str  # the address by which browsers reach it; https makes the cookies secure
     provider: WebProvider | None = None
     recent: RecentAnswers = field(init=False)
     sign_ins: SignIns = field(init=False)
@@ -81,14 +81,10 @@ class ConsoleParts:
     view: View = field(init=False)
 
     def __post_init__(self) -> None:
-        recent = RecentAnswers(self.api, self.clock)
-        for name, value in (
-            ("recent", recent),
-            ("sign_ins", SignIns(self.clock, self.new_secret, recent.forget)),
-            ("attempts", SignInAttempts(self.clock)),
-            ("view", View(self.clock.unix_s)),
-        ):
-            object.__setattr__(self, name, value)
+        self.recent = RecentAnswers(self.api, self.clock)
+        self.sign_ins = SignIns(self.clock, self.new_secret, self.recent.forget)
+        self.attempts = SignInAttempts(self.clock)
+        self.view = View(self.clock.unix_s)
 
     @property
     def is_secure(self) -> bool:

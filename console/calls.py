@@ -157,11 +157,6 @@ class RecentAnswers:
             self._size_bytes -= found.size_bytes
 
 
-def exists(method: str) -> bool:
-    """Return whether the control plane has a method of this name."""
-    return method in _SERVICE.methods_by_name
-
-
 def may_call(role: cp.KeyRole.ValueType, method: str) -> bool:
     """Return whether the access rule of a method of the control plane has a role of GetCaller."""
     name = cp.KeyRole.Name(role).removeprefix("KEY_ROLE_")

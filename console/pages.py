@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from console.calls import Api, ReadAnswer, RecentAnswers, exists, may_call
+from console.calls import Api, ReadAnswer, RecentAnswers, may_call
 from console.sign_ins import SignIn
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import FairwayError, NotFound, PermissionDenied
@@ -140,11 +140,11 @@ async def requests(visit: Visit) -> Page:
 
 async def request(visit: Visit) -> Page:
     name = visit.path["name"]
-    has_timeline = exists("GetTimeline") and visit.may("GetTimeline")
+    may_see_steps = visit.may("GetTimeline")
     finished, explained, timeline = await asyncio.gather(
         visit.read("ListFinishedRequests", request_name=name, limit=1),
         visit.read("ExplainPlacement", request_id=name[:64]),
-        visit.read("GetTimeline", request_name=name) if has_timeline else _nothing(),
+        visit.read("GetTimeline", request_name=name) if may_see_steps else _nothing(),
     )
     ended = finished.message.requests if finished.message is not None else ()
     values = {
@@ -330,7 +330,7 @@ async def _nothing() -> None:
 
 
 _KINDS: Final = tuple(value.name for value in cp.ResourceKind.DESCRIPTOR.values if value.number)
-_ALL: Final = (
+PAGES: Final = (
     PageRule("/", "ListNodes", fleet, "Fleet"),
     PageRule("/requests", "ListFinishedRequests", requests, "Requests"),
     PageRule("/requests/{name}", "ListFinishedRequests", request),
@@ -343,4 +343,3 @@ _ALL: Final = (
     PageRule("/diagnosis", "DiagnoseLatency", diagnosis, "Diagnosis"),
     PageRule("/playground", "GetCaller", playground, "Playground"),
 )
-PAGES: Final = tuple(rule for rule in _ALL if exists(rule.method))

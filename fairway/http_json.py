@@ -25,6 +25,10 @@ class FetchFailed(Exception):
     """There is no usable answer. The message names the address and the cause."""
 
 
+class WrongIssuer(FetchFailed):
+    """The address answers, and is not the named OpenID provider."""
+
+
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *arguments: Any, **more: Any) -> None:
         return None
@@ -86,8 +90,8 @@ def _answer(url: str, data: bytes | None, headers: Mapping[str, str] = _NO_HEADE
 
 
 def discovered(issuer: str) -> dict[str, Any]:
-    """Return a provider's metadata (OpenID Connect Discovery, section 4). Raises FetchFailed."""
+    """Return a provider's metadata (OpenID Connect Discovery, section 4). Raises WrongIssuer, FetchFailed."""
     status, found = request_json(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if status != 200 or found.get("issuer") != issuer:
-        raise FetchFailed(f"{issuer} is no OpenID provider, or its name is written differently")
+        raise WrongIssuer(f"{issuer} is no OpenID provider, or its name is written differently")
     return found

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from fairway.cli.state import read_json, write_private
-from fairway.http_json import FetchFailed, discovered, request_json
+from fairway.http_json import FetchFailed, WrongIssuer, discovered, request_json
 
 _RENEW_S: Final = 60.0  # a token that ends within this time is renewed first
 _RETRY_S: Final = 5.0  # pause between attempts while the provider is away and the token is valid
@@ -100,7 +100,10 @@ def log_in(
 
     ``asked``: further fields of the request, such as ``scope``. Raises LoginFailed, FetchFailed.
     """
-    found = discovered(issuer)
+    try:
+        found = discovered(issuer)
+    except WrongIssuer as error:
+        raise LoginFailed(str(error)) from error
     device = _posted(_endpoint(found, "device_authorization_endpoint"), {"client_id": client_id, **asked})
     wait_s = float(device.get("interval") or _INTERVAL_S)
     end_s = now() + min(float(device.get("expires_in") or _LONGEST_S), _LONGEST_S)

@@ -30,7 +30,7 @@ Event = dict[str, Any]
 class TimelineRow:
     """Something that the request did, or that happened to it. Times are microseconds."""
 
-    at_us: int  # since the start of the timeline
+    at_us: int  # time since the start of the timeline
     took_us: int
     what: str
     where: str = ""
@@ -279,14 +279,23 @@ def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> Timelin
     return TimelineRow(at_us, last.end_us - first.step.start_unix_us, name, where, "; ".join(parts))
 
 
+def waits_of(found: scheduler_pb2.PlacementDecision) -> list[str]:
+    """Return why a placement waited: what was missing at how many attempts, and what was granted first."""
+    waits = []
+    if found.looks_without_room:
+        waits.append(f"no room at {found.looks_without_room} of {found.looks} looks")
+    if found.looks_giving_way:
+        waits.append(f"yielding at {found.looks_giving_way}")
+    if found.looks_over_budget:
+        waits.append(f"at its KV budget at {found.looks_over_budget}")
+    if found.bypassed:
+        waits.append(f"bypassed by {found.bypassed}")
+    return waits
+
+
 def _why(found: scheduler_pb2.PlacementDecision) -> str:
     parts = [f"{found.outcome}, choice {found.choice}" if found.choice else found.outcome]
-    if found.looks_without_room:
-        parts.append(f"no room at {found.looks_without_room} of {found.looks} looks")
-    if found.looks_giving_way:
-        parts.append(f"over its share at {found.looks_giving_way}")
-    if found.bypassed:
-        parts.append(f"{found.bypassed} went first")
+    parts += waits_of(found)
     if found.ranked:
         parts.append(f"best of {len(found.ranked)}")
     return "; ".join(parts)

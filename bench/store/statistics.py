@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL: Final = 0.05  # probability of a false verdict over all figures of a comparison
-MIN_VALUES: Final = 5  # with fewer of each, chance alone separates two sets too often
+MIN_VALUES: Final = 5  # least values of each set; with fewer, chance alone separates two sets too often
 RESAMPLES: Final = 5_000
 SEED: Final = 20_260_101
 CHANGE_LEVEL: Final = 0.01  # probability that a series without a change is cut

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
+from google.protobuf.message import DecodeError
+
+from services.core.errors import IntegrityError
+
+Parsed = TypeVar("Parsed")
 MAX_FRAME_BYTES: Final = 1024**2
 _HEAD: Final = struct.Struct("<II")  # size and checksum
 _COUNT: Final = struct.Struct("<Q")
@@ -86,6 +91,11 @@ def sealed(blocks: Sequence[bytes]) -> bytes:
     return _MARK + b"".join(map(framed, (_COUNT.pack(len(blocks)), *blocks)))
 
 
+def sealed_whole(data: bytes) -> bytes:
+    """Return an object of this data, whatever its size."""
+    return sealed([data[at : at + MAX_FRAME_BYTES] for at in range(0, len(data), MAX_FRAME_BYTES)])
+
+
 @dataclass(frozen=True, slots=True)
 class OpenedObject:
     """``damage`` states what of the object could not be read; empty: nothing is missing. ``sealed`` is False
@@ -114,3 +124,19 @@ def opened(data: bytes) -> OpenedObject:
     if not is_marked or not counted:
         problems.append("its head is damaged")
     return OpenedObject(blocks, ", ".join(problems))
+
+
+def parsed(data: bytes, parse: Callable[[bytes], Parsed], what: str) -> Parsed:
+    """Return what ``parse`` makes of the data of a sealed object.
+
+    Raises IntegrityError, which names ``what``, for a damaged object, also for one without checksums that
+    cannot be parsed.
+    """
+    found = opened(data)
+    problem = found.damage
+    if not problem:
+        try:
+            return parse(b"".join(found.blocks))
+        except (DecodeError, KeyError, IndexError) as error:
+            problem = repr(error)
+    raise IntegrityError(f"{what} damaged: {problem}")

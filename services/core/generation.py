@@ -328,7 +328,7 @@ class RunFacts(Struct, frozen=True, gc=False):
     returning_us: int = 0  # time with credit and without a slot, which others had
     preemptions: int = 0  # how often it lost its slot or its KV to others
     log_us: int = 0  # time in which its gateway wrote its log
-    batch_wait_us: int = 0  # of rows: the longest wait for a batch
+    batch_wait_us: int = 0  # longest wait of its rows for a batch
     batch_rows: int = 0  # rows of that batch
     batch_width: int = 0  # tokens to which that batch was padded
     row_tokens: int = 0  # tokens of the longest row

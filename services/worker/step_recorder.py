@@ -29,7 +29,7 @@ MAX_STEPS: Final = 128 * 1024
 MAX_WORDS: Final = 4 * 1024 * 1024
 MAX_SEQUENCES: Final = 32 * 1024
 MAX_ENGINES: Final = 256
-MAX_MOMENTS: Final = 32  # of one sequence
+MAX_MOMENTS: Final = 32  # most moments of one sequence
 PAGE_SCANNED: Final = 1024  # most steps that one read looks at: it runs between two steps' tokens
 PAGE_MEMBERS: Final = 8192
 

@@ -10,35 +10,25 @@ from typing import Final
 
 from msgspec import structs
 
-from services.worker.batcher.models.model import FixedCostModel, ModelFacts, Outputs, Pause, no_pause
-from services.worker.batcher.models.rows import Batch, Padded, Row
+from services.worker.batcher.models.model import FixedCostModel, Outputs, Pause, no_pause
+from services.worker.batcher.models.rows import Batch, Padded
 from services.worker.batcher.process import BatchRunner, load
 from services.worker.engine import process
 from services.worker.engine.load.loading import Report
 from services.worker.engine_protocol import EngineConfig, Ready
+from tests.support.wrapped_model import WrappedModel
 
 BATCH_S: Final = 0.04
 TOKEN_S: Final = 5e-6
 
 
-class PacedModel:
-    """Implements ``FixedCostModel`` around another one."""
-
-    def __init__(self, inner: FixedCostModel) -> None:
-        self._inner = inner
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._inner.facts
-
-    def problem(self, row: Row) -> str:
-        """See ``FixedCostModel``."""
-        return self._inner.problem(row)
+class PacedModel(WrappedModel):
+    """Its batches take as long as their padded tokens say."""
 
     def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``."""
         began_s = time.monotonic()
-        outputs = self._inner.run(batch, pause)
+        outputs = super().run(batch, pause)
         padded = len(batch.rows) * batch.width if isinstance(batch, Padded) else 0
         time.sleep(max(0.0, began_s + BATCH_S + padded * TOKEN_S - time.monotonic()))
         return outputs

@@ -19,10 +19,11 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.batcher.models.model import FixedCostModel, ModelFacts, Outputs, Pause, no_pause
-from services.worker.batcher.models.rows import Batch, Row
+from services.worker.batcher.models.model import Outputs, Pause, no_pause
+from services.worker.batcher.models.rows import Batch
 from services.worker.batcher.process import load
 from services.worker.engine import process
+from tests.support.wrapped_model import WrappedModel
 
 POISON: Final = 7000.0
 _STEP: Final = 8 * 1024 * 1024  # values of one allocation
@@ -38,19 +39,8 @@ class RowFault(IntEnum):
     HANGS = 5
 
 
-class PoisonedModel:
-    """Implements ``FixedCostModel`` around another one."""
-
-    def __init__(self, inner: FixedCostModel) -> None:
-        self._inner = inner
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._inner.facts
-
-    def problem(self, row: Row) -> str:
-        """See ``FixedCostModel``."""
-        return self._inner.problem(row)
+class PoisonedModel(WrappedModel):
+    """A row ends its batch if it is a poison."""
 
     def run(self, batch: Batch, pause: Pause = no_pause) -> list[Outputs]:
         """See ``FixedCostModel``. Ends the batch if a row of it is a poison."""
@@ -58,7 +48,7 @@ class PoisonedModel:
             first = float(next(iter(row.values())).flat[0])
             if first > POISON:
                 end_by(RowFault(round(first - POISON)))
-        return self._inner.run(batch, pause)
+        return super().run(batch, pause)
 
 
 def end_by(fault: RowFault) -> None:

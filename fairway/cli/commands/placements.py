@@ -19,6 +19,7 @@ from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import polled
+from fairway.timelines import waits_of
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import scheduler_pb2 as pb
 
@@ -51,14 +52,7 @@ def _rejection(one: pb.FilterRejections) -> str:
 def _why(found: pb.PlacementDecision) -> str:
     """Why it waited, and which filters dropped workers; of a choice without either, from how many it was."""
     why = [found.size_reason] if found.size_reason else []
-    if found.looks_without_room:
-        why.append(f"no room at {found.looks_without_room} of {found.looks} looks")
-    if found.looks_giving_way:
-        why.append(f"yielding at {found.looks_giving_way}")
-    if found.looks_over_budget:
-        why.append(f"at its KV budget at {found.looks_over_budget}")
-    if found.bypassed:
-        why.append(f"bypassed by {found.bypassed}")
+    why += waits_of(found)
     why += [_rejection(one) for one in found.rejections]
     best = f"best of {len(found.ranked)} workers" if found.ranked else ""
     return "; ".join(filter(None, (*why, best if not why or found.size_reason else "")))

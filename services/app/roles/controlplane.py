@@ -94,9 +94,7 @@ def controlplane(environment: Environment) -> Role:
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
     timelines = _open_timelines(environment, fleet, queues, slis)
-    reconciler = partial(Reconciler, store, fleet, election, clock, rounds, events=recorder)(
-        probes=slis.probes, likely=scaler.likely, residency=lambda: scaler.residency
-    )
+    reconciler = _open_reconciler(environment, fleet, election, rounds, recorder, slis, scaler)
     rollouts = RolloutController(audited, fleet, election, clock, slis=slis)
 
     async def start() -> None:
@@ -127,6 +125,28 @@ def controlplane(environment: Environment) -> Role:
     services = _services(servicer, *reports, KedaServicer(fleet))
     checks = (*_checks(rounds, ledger, sequencer), *senders)
     return _served(environment, services, keys, start, checks)
+
+
+def _open_reconciler(
+    environment: Environment,
+    fleet: Informer[FleetRecord | None],
+    election: Election,
+    rounds: ReconcilerTelemetry,
+    recorder: EventRecorder,
+    slis: SliStore,
+    scaler: ScalingController,
+) -> Reconciler:
+    return Reconciler(
+        environment.store,
+        fleet,
+        election,
+        environment.clock,
+        rounds,
+        events=recorder,
+        probes=slis.probes,
+        likely=scaler.likely,
+        residency=lambda: scaler.residency,
+    )
 
 
 def _served(

@@ -13,11 +13,10 @@ from random import Random
 from typing import Final
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2
-from services.adapters.frames import MAX_FRAME_BYTES, opened, sealed
+from services.adapters.frames import parsed, sealed_whole
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.policy.samples import FleetMoment
 from services.core.arms import SliReport
@@ -37,7 +36,7 @@ MINUTE_S: Final = 60.0
 HOUR_S: Final = 3600.0
 MAX_OF_MODEL: Final = 512  # samples of one model in a bucket
 MAX_MODELS: Final = 16  # models of a bucket with a limit of their own
-MAX_BYTES: Final = 64 * 1024 * 1024  # of all samples in memory; the oldest bucket goes first
+MAX_BYTES: Final = 64 * 1024 * 1024  # most memory of all samples; the oldest bucket goes first
 HOURS: Final = 7 * 24  # stored hours
 MAX_OF_HOUR: Final = 4096  # samples of a stored hour, and of a saved baseline
 MAX_BASELINES: Final = 64
@@ -49,7 +48,7 @@ _REPORTS: Final = 16  # reports of a source by which its clock is judged
 _MAX_SOURCES: Final = 1024
 _MINUTES: Final = "minutes/"
 _HOURS: Final = "hours/"
-_BASELINES: Final = "baselines/"  # and the name, a hyphen and a number
+_BASELINES: Final = "baselines/"  # prefix of NAME-NUMBER
 
 
 @dataclass(slots=True)
@@ -377,18 +376,10 @@ def found_of(message: pb.RequestSamples) -> Found:
 
 
 def _encoded(found: Found, seed: float) -> bytes:
-    data = samples_message(found, seed=seed).SerializeToString()
-    return sealed([data[at : at + MAX_FRAME_BYTES] for at in range(0, len(data), MAX_FRAME_BYTES)])
+    return sealed_whole(samples_message(found, seed=seed).SerializeToString())
 
 
 def _found_from(data: bytes) -> Found:
     """Raises IntegrityError."""
-    found, message = opened(data), pb.RequestSamples()
-    try:
-        if not found.damage:
-            message.ParseFromString(b"".join(found.blocks))
-            return found_of(message)
-        problem = found.damage
-    except (DecodeError, KeyError) as error:
-        problem = repr(error)
-    raise IntegrityError(f"stored samples of requests are damaged: {problem}")
+    what = "stored samples of requests are"
+    return parsed(data, lambda whole: found_of(pb.RequestSamples.FromString(whole)), what)

@@ -13,10 +13,9 @@ from functools import partial
 from typing import Final
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from fairway.v1 import slis_pb2 as pb
-from services.adapters.frames import MAX_FRAME_BYTES, opened, sealed
+from services.adapters.frames import parsed, sealed_whole
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.objectives.policy.book import (
@@ -83,21 +82,13 @@ def book_to_message(book: SliBook, number: int) -> pb.SliSnapshot:
 
 
 def snapshot_to_bytes(message: pb.SliSnapshot) -> bytes:
-    data = message.SerializeToString()
-    return sealed([data[at : at + MAX_FRAME_BYTES] for at in range(0, len(data), MAX_FRAME_BYTES)])
+    return sealed_whole(message.SerializeToString())
 
 
 def book_from_bytes(data: bytes) -> SliBook:
     """Raises IntegrityError."""
-    found, message = opened(data), pb.SliSnapshot()
-    try:
-        if not found.damage:
-            message.ParseFromString(b"".join(found.blocks))
-            return _book_from(message)
-        problem = found.damage
-    except (DecodeError, KeyError, IndexError) as error:  # only one without checksums
-        problem = repr(error)
-    raise IntegrityError(f"the snapshot of service level indicators is damaged: {problem}")
+    what = "the snapshot of service level indicators is"
+    return parsed(data, lambda whole: _book_from(pb.SliSnapshot.FromString(whole)), what)
 
 
 def _book_from(message: pb.SliSnapshot) -> SliBook:

@@ -15,7 +15,7 @@ from services.core.records import BurnAlert, Objective, Sli, SliStatus
 
 MAX_ALERTS: Final = 1000  # alerts that are on at once; of further ones none is sent until others end
 ENDS_S: Final = 240.0  # an alert that no leader repeats ends after that time
-ENDED_S: Final = 900.0  # for so long the end of an alert is repeated
+ENDED_S: Final = 900.0  # time for which the end of an alert is repeated
 DIAGNOSED: Final = frozenset({Sli.TTFT, Sli.ITL, Sli.TOTAL})
 NEARLY_SPENT: Final = 0.8
 
@@ -86,7 +86,8 @@ class AlertBook:
     version: int = 0
     _found: dict[str, tuple[PagedAlert, ...]] = field(default_factory=dict)
     _since_s: dict[PagedAlert, float] = field(default_factory=dict)
-    _ended: dict[PagedAlert, tuple[float, float]] = field(default_factory=dict)  # since when, until when
+    # Begin and end of the time in which the end of an alert is repeated.
+    _ended: dict[PagedAlert, tuple[float, float]] = field(default_factory=dict)
 
     def replace(self, source: str, alerts: Iterable[PagedAlert]) -> None:
         """Set the alerts of a source that are on; its others end."""

@@ -28,7 +28,7 @@ from services.runtime.telemetry.metrics import Metrics
 log = structlog.get_logger()
 
 ROUND_S: Final = 1.0
-MAX_WORKERS: Final = 16  # of one timeline
+MAX_WORKERS: Final = 16  # most workers of one timeline
 MAX_KEPT_BYTES: Final = 512 * 1024  # a larger timeline is kept without the other requests of its batches
 _NEWEST: Final = 256  # ended requests that a round looks at
 

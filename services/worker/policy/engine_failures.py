@@ -19,7 +19,7 @@ STALL_STEPS: Final = 2.0
 ABANDON_S: Final = 6.0
 ABANDON_STEPS: Final = 8.0
 STEP_FAILED: Final = 4  # exit code of an engine whose step raised an exception
-STEP_LACKED_MEMORY: Final = 6  # that of one whose step did not get its memory
+STEP_LACKED_MEMORY: Final = 6  # exit code of an engine whose step did not get its memory
 # Signals that a process raises against itself. SIGKILL, SIGTERM and the like come from others.
 _OWN_SIGNALS: Final = frozenset(
     {

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from fairway.client import AdminClient, Client, Options, Unauthenticated
-from fairway.http_json import FetchFailed
 from fairway.login import LoginFailed, load, log_in, login_file, save, valid_login
 from fairway.v1 import controlplane_pb2, controlplane_pb2_grpc
 from services.adapters.memory.store import MemoryStore
@@ -258,7 +257,7 @@ def test_a_code_that_nobody_confirms_ends(provider: OidcProvider) -> None:
 
 
 def test_another_issuer_than_the_named_one_is_refused(provider: OidcProvider) -> None:
-    with pytest.raises(FetchFailed, match="no OpenID provider"):
+    with pytest.raises(LoginFailed, match="no OpenID provider"):
         log_in(provider.issuer + "/", CLIENT, asked=ASKED, show=lambda page, code: None)
 
 

@@ -8,7 +8,7 @@ that it explains. Without a certain cause the answer is that none was found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -31,12 +31,12 @@ LEAST_SAMPLES: Final = 30
 LEAST_TIMES: Final = 5  # buckets with requests, in each time
 LEAST_RATIO: Final = 1.2  # smallest rise of the quantile that is diagnosed
 LEAST_RISE_S: Final = {Metric.TTFT: 2e-3, Metric.ITL: 5e-4, Metric.TOTAL: 2e-3}
-LEAST_SHARE: Final = 0.2  # of the change, by one cause
+LEAST_SHARE: Final = 0.2  # least share of the change that a cause explains
 FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
 _CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
-LOADED: Final = 1.5  # from this on the answer has that hosts are loaded
+LOADED: Final = 1.5  # ratio of the hosts' times from which the answer states that they are loaded
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 
@@ -139,9 +139,9 @@ def diagnose(
     changed = [each for each in changes if each[0].certain]
     if not changed:
         change, name, one = max(changes, key=lambda each: each[0].low)
-        return _unchanged(one, name, change, baseline, window, len(enough))
+        return _unchanged(one, change, _measured(one, name, baseline, window), len(enough))
     change, name, one = max(changed, key=lambda each: each[0].low)
-    return _explain(one, name, change, baseline, window, len(names))
+    return _explain(one, change, _measured(one, name, baseline, window), len(names))
 
 
 def _is_enough(one: TwoTimes) -> bool:
@@ -214,14 +214,12 @@ def _stages(one: TwoTimes) -> tuple[StageChange, ...]:
     )
 
 
-def _unchanged(
-    one: TwoTimes, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
-) -> Diagnosis:
-    tree = (TreeStep(0, f"{name}: {_head(one, change)}"), TreeStep(1, "no certain rise: nothing to explain"))
-    others = f"; nor did another of {models} models" if models > 1 else ""
+def _measured(one: TwoTimes, name: str, baseline: Evidence, window: Evidence) -> Diagnosis:
+    """Return the answer's figures, with no cause so far."""
+    prices = one.prices
     return Diagnosis(
         DiagnosisVerdict.NO_CAUSE_FOUND,
-        f"the latency of {name} did not rise beyond chance and {LEAST_RATIO:g} times its baseline{others}",
+        "",
         name,
         one.metric,
         one.level,
@@ -230,56 +228,48 @@ def _unchanged(
         one.before_s,
         one.after_s,
         _stages(one),
-        tree,
-        prices=_prices(one),
+        prices=(prices.step_s, prices.prefill_s, prices.decode_s, prices.attended_s),
     )
 
 
-def _prices(one: TwoTimes) -> tuple[float, float, float, float]:
-    prices = one.prices
-    return prices.step_s, prices.prefill_s, prices.decode_s, prices.attended_s
+def _unchanged(one: TwoTimes, change: _Change, found: Diagnosis, models: int) -> Diagnosis:
+    name = found.model
+    others = f"; nor did another of {models} models" if models > 1 else ""
+    return replace(
+        found,
+        message=f"the latency of {name} did not rise beyond chance and {LEAST_RATIO:g} times its "
+        f"baseline{others}",
+        tree=(
+            TreeStep(0, f"{name}: {_head(one, change)}"),
+            TreeStep(1, "no certain rise: nothing to explain"),
+        ),
+    )
 
 
-def _explain(
-    one: TwoTimes, name: str, change: _Change, baseline: Evidence, window: Evidence, models: int
-) -> Diagnosis:
-    stages = _stages(one)
-    tree = [TreeStep(0, f"{name}: {_head(one, change)}")]
+def _explain(one: TwoTimes, change: _Change, found: Diagnosis, models: int) -> Diagnosis:
+    tree = [TreeStep(0, f"{found.model}: {_head(one, change)}")]
     tree += [
         TreeStep(
             1,
             f"{each.stage}: {ms(each.baseline_s)}, then {ms(each.window_s)}: {each.share:.0%} of the change",
         )
-        for each in sorted(stages, key=lambda each: -each.share)
+        for each in sorted(found.stages, key=lambda each: -each.share)
         if abs(each.share) >= 0.05
     ]
     tree += [TreeStep(2, text) for text in _part_texts(one)]
     causes, tested = _causes(one, models)
     tree += tested
     if not causes:
-        verdict, message = (
-            DiagnosisVerdict.NO_CAUSE_FOUND,
-            (f"the latency rose, and no suspect explains {LEAST_SHARE:.0%} of it beyond chance"),
-        )
-    else:
-        first = causes[0]
-        share = first.share_s / one.change_s
-        verdict = DiagnosisVerdict.CAUSE_FOUND
-        message = f"{first.kind} ({first.subject}) explains {min(1.0, share):.0%} of the rise"
-    return Diagnosis(
-        verdict,
-        message,
-        name,
-        one.metric,
-        one.level,
-        window.span(name),
-        baseline.span(name),
-        one.before_s,
-        one.after_s,
-        stages,
-        tuple(tree),
-        causes,
-        _prices(one),
+        message = f"the latency rose, and no suspect explains {LEAST_SHARE:.0%} of it beyond chance"
+        return replace(found, message=message, tree=tuple(tree))
+    first = causes[0]
+    share = first.share_s / one.change_s
+    return replace(
+        found,
+        verdict=DiagnosisVerdict.CAUSE_FOUND,
+        message=f"{first.kind} ({first.subject}) explains {min(1.0, share):.0%} of the rise",
+        tree=tuple(tree),
+        causes=causes,
     )
 
 

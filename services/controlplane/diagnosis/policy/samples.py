@@ -43,7 +43,7 @@ class SpentOn(StrEnum):
     VALIDATE = "validate"
     ADMIT = "admit"
     QUEUE = "queue"
-    NETWORK = "network"  # to the worker and back; for rows, the wait for a slot too
+    NETWORK = "network"  # time to the worker and back; for rows, the wait for a slot too
     ENGINE_WAIT = "engine wait"  # time on the worker without a step
     BATCH_WAIT = "batch wait"  # time of rows until their batch started
     OWN_PREFILL = "own prefill"

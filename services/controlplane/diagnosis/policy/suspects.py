@@ -18,7 +18,7 @@ from services.controlplane.diagnosis.policy.quantiles import quantile, rises
 from services.controlplane.diagnosis.policy.samples import Floats, Mask, SpentOn, slowness
 
 LEAST_REQUESTS: Final = 8  # sampled requests of a subject in each time
-LEAST_GROWTH: Final = 1.2  # of a mean
+LEAST_GROWTH: Final = 1.2  # least ratio of two means
 LEAST_ARRIVALS: Final = 1.3
 LEAST_SLOWNESS: Final = 1.2
 LEAST_EXCESS_S: Final = 1e-3
