@@ -159,8 +159,10 @@ class ChunkSwarm:
             self._gain(node, index)
         for failed in report.failed:
             self._drop(node, failed.index)
-            if failed.address in self._nodes and failed.address != node.peer.address:
-                self._accuse(node, self._nodes[failed.address], now_s)
+            accused = self._nodes.get(failed.address, node)
+            # One that has reported since that it lacks the chunk lost its files, as all may at once.
+            if accused is not node and accused.state[failed.index] == _HAS:
+                self._accuse(node, accused, now_s)
         for index in sorted(node.ordered.keys() - set(report.fetching)):
             self._drop(node, index)
         orders = self._orders(node, min(report.wanted, MAX_ORDERS - len(node.ordered)), now_s)

@@ -160,6 +160,24 @@ def test_a_bitmap_sent_again_does_not_clear_a_name() -> None:
     assert nodes.swarm._nodes["liar"].is_out
 
 
+def test_nodes_that_lost_their_files_and_report_so_are_not_left_out() -> None:
+    """All lose their caches at once: the orders of the first reports go to peers that have nothing any more."""
+    chunks = 4 * UPLOADS
+    nodes = Nodes(chunks)
+    names = [f"n{number}" for number in range(4)]
+    for name in names:
+        nodes.join(name, *range(chunks))
+    orders = {name: nodes.join(name, wanted=4).orders for name in names}
+    nodes.now_s += 0.2
+    for name in names:
+        failed = tuple(FailedChunk(order.index, order.peer.address) for order in orders[name] if order.peer)
+        nodes.report(name, failed=failed)
+    for name in names:
+        nodes.join(name, *range(chunks))
+    assert sources(nodes.join("new", wanted=chunks)) == set(names)
+    nodes.swarm.check_integrity()
+
+
 def test_a_silent_node_is_forgotten_and_its_chunks_are_sent_again() -> None:
     nodes = Nodes(LEAST_COMING)
     fresh = nodes.join("dies", wanted=8).orders
