@@ -29,6 +29,7 @@ PORTS: Final = (
     "FLEET_REGISTRY_PORT",
     "FLEET_CONTROLPLANE_PORT",
     "FLEET_CONTROLPLANE_1_PORT",
+    "FLEET_CONSOLE_PORT",
 )
 _SECONDS: Final = 420.0  # of one command; the first build installs torch
 _CRASH: Final = """
