@@ -270,13 +270,14 @@ class CutoverDrill:
 
     async def _take_memory(self, worker: str, serving: str) -> None:
         """An engine can allocate nothing from now on; return once another one serves in its place."""
-        pid, began_unix_s = await self._engine_of(worker, serving), time.time()
+        pid = await self._engine_of(worker, serving)
+        ended = len(self.load.answers)
         resource.prlimit(pid, resource.RLIMIT_DATA, (0, 0))
         await self._until_restarted(worker, serving, pid)
         await asyncio.sleep(AFTER_S)
         log = self.fleet.state.log(worker).read_text()
         assert "MemoryError" in log, "the engine ended for another reason"
-        self.resumed = sum(one.resumes > 0 for one in self.load.since(began_unix_s - PAUSE_S * CLIENTS))
+        self.resumed = sum(one.resumes > 0 for one in self.load.answers[ended:])
         print(f"  a step of {pid} found no memory; {self.resumed} streams went on elsewhere", flush=True)
 
     async def _engine_of(self, worker: str, digest: str) -> int:
