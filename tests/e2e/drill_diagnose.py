@@ -62,7 +62,7 @@ HABITS: Final = {
     "cleo": Habits(per_s=2.3),
     "dora": Habits(per_s=1.0),
     "rita": Habits(per_s=1.5, window_tokens=4),
-    "milo": Habits(per_s=2.0, model=SMALL),
+    "milo": Habits(per_s=2.0, model=SMALL, output_tokens=(30, 50)),
     "iris": Habits(per_s=0.2, model=SMALL, output_tokens=(70, 90), priority=Priority.INTERACTIVE),
     "nora": Habits(prompt_tokens=(1500, 1900), output_tokens=(2, 4)),
     "theo": Habits(),
@@ -378,16 +378,21 @@ async def drilled(cases: Sequence[Case], out: Path, *, diagnoses: bool) -> tuple
 
 
 def recorder_overhead(fleet: Fleet) -> float | None:
-    """Return the time that the workers' agents spent in the flight recorder over their processor time.
+    """Return the time that the workers' agents spent in the flight recorder over the time of their steps, and
+    print it over their processor time, of which they need little.
 
     None where no worker exports it.
     """
-    spent_s = used_s = 0.0
+    spent_s = steps_s = used_s = 0.0
     for name in fleet.addresses.worker_names:
         page = read_page(f"http://{fleet.addresses.of(f'{name}_metrics')}/metrics")
         spent_s += sum(samples_of(page, "fairway_worker_recorder_seconds_total"))
+        steps_s += sum(samples_of(page, "fairway_worker_step_seconds_sum"))
         used_s += sum(psutil.Process(fleet.pids()[name]).cpu_times()[:2])
-    return round(spent_s / used_s, 5) if spent_s else None
+    if not spent_s:
+        return None
+    print(f"recorders: {spent_s:.2f} s in {steps_s:.1f} s of steps, {used_s:.1f} s of processors", flush=True)
+    return round(spent_s / steps_s, 5)
 
 
 def samples_of(page: str, name: str) -> list[float]:

@@ -306,15 +306,14 @@ class DemandSuspects:
                 found.baseline.rates(higher[0], found.bucket_s),
                 found.window.rates(higher[1], found.bucket_s),
             )
-            tenants = {str(one) for one in found.window.samples.tenant[masks[1]]}
             preempted = found.window.mean(found.window.samples.preemptions, masks[1])
             values = found.window.parts.total - np.where(masks[1], np.maximum(0.0, waits[1] - usual_s), 0.0)
             yield Suspect(
                 CauseKind.PREEMPTED,
-                tenants.pop() if len(tenants) == 1 else name,
+                name,
                 values,
                 found.window.samples.weight,
-                max(found.chance((waits[0], waits[1]), masks), rises(*figure)),
+                rises(*figure),
                 (
                     f"requests of class {name} waited {ms(usual_s)} on average, then {ms(now_s)}; "
                     f"{preempted:.2f} preemptions per request",
