@@ -59,14 +59,16 @@ def test_replaced_weights_compute_as_loaded_ones(
 
 
 def test_weights_that_cannot_be_read_change_nothing(
-    start_engine: StartEngine, executor: str, other: Path, tmp_path: Path
+    start_engine: StartEngine, other: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(other, tmp_path / "version")
-    with (tmp_path / "version" / WEIGHTS).open("r+b") as file:
-        file.truncate(1000)
+    weights = tmp_path / "version" / WEIGHTS
     engine = start_engine()
     before = outputs(engine)
-    answer = replace(engine, tmp_path / "version")
-    assert isinstance(answer, WeightsRefused)
-    assert not answer.changed
+    for size_bytes in (weights.stat().st_size - 1, 1000):
+        with weights.open("r+b") as file:
+            file.truncate(size_bytes)
+        answer = replace(engine, weights.parent)
+        assert isinstance(answer, WeightsRefused)
+        assert not answer.changed
     assert outputs(engine) == before

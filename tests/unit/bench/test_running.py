@@ -38,7 +38,7 @@ def bench(*arguments: str, path: Path, status: int = 0, module: str = "bench") -
     paths = os.pathsep.join([str(ROOT), str(path)])
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        # A module that is written twice within a second, equally long, would be taken from its first bytecode.
+        # A module written twice within a second, equally long, would be taken from its first bytecode.
         env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "COUNT": str(path / "count")},
         cwd=path,
         capture_output=True,

@@ -161,7 +161,7 @@ def test_a_bitmap_sent_again_does_not_clear_a_name() -> None:
 
 
 def test_nodes_that_lost_their_files_and_report_so_are_not_left_out() -> None:
-    """All lose their caches at once: the orders of the first reports go to peers that have nothing any more."""
+    """All lose their caches at once: the orders of the first reports go to peers that have nothing left."""
     chunks = 4 * UPLOADS
     nodes = Nodes(chunks)
     names = [f"n{number}" for number in range(4)]

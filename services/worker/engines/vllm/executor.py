@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.probe import PROBE
 from fairway.formats.version_files import ADAPTER_CONFIG, ADAPTER_FILES
-from fairway.formats.weights import weight_files
+from fairway.formats.weights import read_tensors
 from services.core.generation import OutputLimits, Prompt, Sampling
 from services.worker.engine.execute.executor import Batch, Samples
 from services.worker.engine.execute.step_rows import DRAWN, FILTERED, SamplingRows, Seats
@@ -106,7 +106,7 @@ class VllmRunner:
     def check_weights(self, folder: Path) -> None:
         """See ``WeightStore``. The agent has compared names and shapes; vLLM checks nothing before."""
         try:
-            weight_files("", names_in(folder), partial(read_part, folder))
+            read_tensors("", names_in(folder), partial(read_part, folder))
         except (UnsupportedModel, ValueError, OSError) as error:
             raise BadCheckpoint(f"the weights cannot be read: {error}") from error
 

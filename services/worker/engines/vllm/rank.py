@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from fairway.formats.decoder_config import ModelConfig
 from services.runtime.process.child import die_with_parent
@@ -75,6 +76,10 @@ class FairwayRank:
         """Compute with the weights in the folder, which have the same names and shapes."""
         with torch.inference_mode():
             self.model_runner.reload_weights(weights_path=str(folder))
+            for module in self.model_runner.model.modules():
+                # A reload packs weights for the layer that loads them, and not for one that is tied to it.
+                if hasattr(module, "cpu_linear") and module.weight.numel():
+                    dispatch_cpu_unquantized_gemm(module, remove_weight=False)
         self._products_in_company()
 
     def fairway_working_bytes(self, tokens: int, rows: SamplingRows) -> int:
