@@ -11,7 +11,7 @@ from services.controlplane.objectives.policy.gates import GateReport, Verdict
 from services.controlplane.rollouts.controller import RolloutController
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.generation import NotAdmittedReason, StartSpec
-from services.core.rollouts.routes import ModelRoute, RouteArm, SplitCaller
+from services.core.rollouts.routes import WHOLE_BP, ModelRoute, RouteArm, SplitCaller
 from services.gateway.splits import Splits
 from services.ports.store import (
     Committed,
@@ -217,12 +217,12 @@ class _Frozen(Splits):
         return route.stable
 
 
-class _FrozenOnceFinal(_Frozen):
+class _FrozenOnceFinal(_Missing):
     def of(self, model: str) -> Versioned[ModelRoute] | None:
         found = Splits.of(self, model)
-        if found is not None and found.record.stable.version_digest == CANDIDATE:
-            self.__dict__.setdefault("first", found)
-        return self.__dict__.get("first", found)
+        if found is not None and any(arm.weight_bp == WHOLE_BP for arm in found.record.arms[1:]):
+            self.__dict__["last"] = found
+        return self.__dict__.get("last", found)
 
 
 class _Swapping:
