@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def test_interrupt_at_the_prompt_ends_it_at_once() -> None:
     with subprocess.Popen(
         [sys.executable, *COMMAND],
         cwd=ROOT,
+        env=os.environ | {"PYTHONFAULTHANDLER": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -34,9 +36,11 @@ def test_interrupt_at_the_prompt_ends_it_at_once() -> None:
             for _ in range(30):
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1)
+                    process.wait(timeout=2)
                     break
-            assert process.wait(timeout=1) == 130
+            else:
+                process.send_signal(signal.SIGABRT)  # it writes where its threads are
+            assert process.wait(timeout=30) == 130, process.stderr.read().decode()
         finally:
             process.kill()
 
