@@ -68,7 +68,7 @@ HABITS: Final = {
     "theo": Habits(),
     "vera": Habits(per_s=6.0, model=EMBED, prompt_tokens=(128, 128), rows=8),
 }
-WARM_S, BASELINE_S, SETTLE_S, WINDOW_S, RECOVER_S = 12.0, 40.0, 5.0, 30.0, 5.0
+WARM_S, BASELINE_S, SETTLE_S, WINDOW_S, RECOVER_S = 30.0, 40.0, 5.0, 30.0, 5.0
 REPORT_S: Final = 5.0  # gateways report what they finished within it
 DIAGNOSIS_S: Final = 120.0
 BASELINE: Final = "usual"
