@@ -94,7 +94,12 @@ def softhsm(tmp_path_factory: pytest.TempPathFactory) -> None:
     params=[
         "file",
         "fake",
-        pytest.param("token", marks=pytest.mark.skipif(not HAS_TOKEN, reason="no PKCS#11 token here")),
+        pytest.param(
+            "token",
+            marks=pytest.mark.skipif(
+                not HAS_TOKEN, reason="no PKCS#11 token here: install softhsm2 and python-pkcs11"
+            ),
+        ),
     ]
 )
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from services.worker.engine_protocol import Event, ReplaceWeights, Stepped, WeightsRefused, WeightsReplaced
+from fairway.formats.weights import SINGLE
+from services.worker.engine_protocol import Event, ReplaceWeights, WeightsRefused, WeightsReplaced
 from tests.contract.engine.conftest import TINY, Engine, StartEngine
 from tests.contract.engine.test_engine import PROMPTS
-
-WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +19,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled version with other values of its weights."""
     folder = tmp_path_factory.mktemp("other") / "version"
     shutil.copytree(TINY, folder)
-    (folder / WEIGHTS).unlink()
-    tensors = {name: (tensor * 0.9).roll(1, 0) for name, tensor in load_file(TINY / WEIGHTS).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    tensors = {name: (tensor * 0.9).roll(1, 0) for name, tensor in load_file(TINY / SINGLE).items()}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     return folder
 
 
 def replace(engine: Engine, folder: Path) -> Event:
-    """Return the answer, and note that what was cached is forgotten."""
     engine.send(ReplaceWeights(str(folder)))
     while not isinstance(answer := engine.agent.receive(), WeightsReplaced | WeightsRefused):
-        if isinstance(answer, Stepped):
-            engine.steps.append(answer)
+        pass
     return answer
 
 
@@ -62,7 +58,7 @@ def test_weights_that_cannot_be_read_change_nothing(
     start_engine: StartEngine, other: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(other, tmp_path / "version")
-    weights = tmp_path / "version" / WEIGHTS
+    weights = tmp_path / "version" / SINGLE
     engine = start_engine()
     before = outputs(engine)
     for size_bytes in (weights.stat().st_size - 1, 1000):

@@ -36,7 +36,7 @@ def test_interrupt_at_the_prompt_ends_it_at_once() -> None:
             for _ in range(30):
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=2)
+                    process.wait(timeout=1)
                     break
             else:
                 process.send_signal(signal.SIGABRT)  # it writes where its threads are
