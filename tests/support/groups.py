@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.support.installations import KINDS, shared_by
 
@@ -71,3 +72,25 @@ class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test in which a process died: it has failed, the others of its group run elsewhere.
+
+        xdist itself would run that test again, in process after process, and hand out what has passed as
+        groups without a test, after which a process waits forever.
+        """
+        left = {
+            name: {item: run for item, run in group.items() if not run}
+            for name, group in self.assigned_work[node].items()
+        }
+        died_in: str | None = next((item for group in left.values() for item in group), None)
+        if died_in is not None:
+            del left[group_of(died_in)][died_in]
+            self.assigned_work[node] = {name: group for name, group in left.items() if group}
+        super().remove_node(node)
+        return died_in
+
+    def schedule(self) -> None:
+        """Hand out groups, or the end: a process runs its last test when it knows what comes after it."""
+        super().schedule()
+        super().schedule()
