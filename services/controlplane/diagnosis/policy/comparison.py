@@ -102,13 +102,9 @@ class TwoTimes:
         """Return by how much lower the quantile of the window is with these values and weights."""
         return self.after_s - quantile(values, weights, self.level)
 
-    def chance(
-        self, values: tuple[Floats, Floats], masks: tuple[Mask, Mask], *, falls: bool = False
-    ) -> float:
-        """Return the probability of the rise, or fall, of the means of buckets by chance."""
-        before = self.baseline.means(values[0], masks[0])
-        after = self.window.means(values[1], masks[1])
-        return rises(-before, -after) if falls else rises(before, after)
+    def chance(self, values: tuple[Floats, Floats], masks: tuple[Mask, Mask]) -> float:
+        """Return the probability of the rise of the means of buckets by chance."""
+        return rises(self.baseline.means(values[0], masks[0]), self.window.means(values[1], masks[1]))
 
     def part_means(self, part: SpentOn) -> tuple[float, float]:
         """Return the mean of a part in both times; of a batch it is that of one step."""

@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 
 from services.controlplane.diagnosis.policy.comparison import TwoTimes
-from services.controlplane.diagnosis.policy.quantiles import rises
-from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Mask, Metric, SpentOn
+from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Metric, SpentOn
 from services.controlplane.diagnosis.policy.suspects import (
     LEAST_ARRIVALS,
     LEAST_EXCESS_S,
@@ -21,6 +20,7 @@ from services.controlplane.diagnosis.policy.suspects import (
     both,
     enough,
     ms,
+    suspect_of,
     values_of,
 )
 
@@ -158,7 +158,8 @@ class DemandSuspects:
         own = found.window.parts[SpentOn.OWN_PREFILL] + found.window.parts[SpentOn.ROWS]
         saved = np.where(masks[1], own * (1 - ratio), 0.0)
         columns = found.baseline.samples.prompt, found.window.samples.prompt
-        yield self._suspect(
+        yield suspect_of(
+            found,
             CauseKind.PROMPTS_GREW,
             tenant,
             saved + self._unloaded((tenant, "prompt")),
@@ -177,7 +178,8 @@ class DemandSuspects:
             decode = found.window.samples.stages[:, DECODE] - found.window.parts[SpentOn.READER]
             saved = np.where(masks[1], np.maximum(0.0, decode) * (1 - before.output / after.output), 0.0)
         columns = found.baseline.samples.output, found.window.samples.output
-        yield self._suspect(
+        yield suspect_of(
+            found,
             CauseKind.OUTPUTS_GREW,
             tenant,
             saved + self._unloaded((tenant, "output")),
@@ -208,7 +210,8 @@ class DemandSuspects:
             ratios = f"{before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
             text = f"cache hits of {tenant}: {ratios}"
             if not whole:
-                yield self._suspect(
+                yield suspect_of(
+                    found,
                     CauseKind.CACHE_HITS_FELL,
                     tenant,
                     saved,
@@ -220,7 +223,8 @@ class DemandSuspects:
         if whole:
             names = [tenant for tenant, *_ in fallen]
             masks = np.isin(found.baseline.samples.tenant, names), np.isin(found.window.samples.tenant, names)
-            yield self._suspect(
+            yield suspect_of(
+                found,
                 CauseKind.CACHE_HITS_FELL,
                 str(found.window.samples.model[0]),
                 model_saved,
@@ -267,7 +271,6 @@ class DemandSuspects:
             tenant,
             values,
             weights,
-            rises(*figure),
             tuple(texts),
             figure,
         )
@@ -313,7 +316,6 @@ class DemandSuspects:
                 name,
                 values,
                 found.window.samples.weight,
-                rises(*figure),
                 (
                     f"requests of class {name} waited {ms(usual_s)} on average, then {ms(now_s)}; "
                     f"{preempted:.2f} preemptions per request",
@@ -338,34 +340,9 @@ class DemandSuspects:
             model,
             found.window.parts.total - self._unloaded(("", "capacity")),
             found.window.samples.weight,
-            rises(-columns[0], -columns[1]) if len(columns[0]) and len(columns[1]) else 1e-6,
             (f"{before:.3g} replicas served on average, then {after:.3g}: {lost:.2g} fewer",),
             (-columns[0], -columns[1]),
-        )
-
-    def _suspect(
-        self,
-        kind: CauseKind,
-        subject: str,
-        saved: Floats,
-        columns: tuple[Floats, Floats],
-        masks: tuple[Mask, Mask],
-        text: str,
-        *,
-        falls: bool = False,
-    ) -> Suspect:
-        found, sign = self._found, -1.0 if falls else 1.0
-        return Suspect(
-            kind,
-            subject,
-            found.window.parts.total - saved,
-            found.window.samples.weight,
-            found.chance(columns, masks, falls=falls),
-            (text,),
-            (
-                sign * found.baseline.means(columns[0], masks[0]),
-                sign * found.window.means(columns[1], masks[1]),
-            ),
+            1.0 if len(columns[0]) and len(columns[1]) else 1e-6,
         )
 
 

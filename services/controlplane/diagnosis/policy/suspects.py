@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -42,7 +43,7 @@ class CauseKind(StrEnum):
     CAPACITY_LOST = "capacity_lost"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Suspect:
     """A possible cause, and the window's requests as they would be without it."""
 
@@ -50,9 +51,36 @@ class Suspect:
     subject: str
     values: Floats  # latencies without it
     weights: Floats  # weights without it
-    chance: float  # probability of its change without a cause
     evidence: tuple[str, ...]
     figure: tuple[Floats, Floats]  # its own figure by bucket, in the baseline and in the window
+    most_chance: float = 1.0  # that of another test of its change
+
+    @cached_property
+    def chance(self) -> float:
+        """Return the probability of its change without a cause."""
+        return min(self.most_chance, rises(*self.figure))
+
+
+def suspect_of(
+    found: TwoTimes,
+    kind: CauseKind,
+    subject: str,
+    saved: Floats,
+    columns: tuple[Floats, Floats],
+    masks: tuple[Mask, Mask],
+    *evidence: str,
+    falls: bool = False,
+) -> Suspect:
+    """Return the suspect whose figure is the mean of these requests' values of a column, in both times.
+
+    ``saved``: what each request of the window would save without it.
+    """
+    sign = -1.0 if falls else 1.0
+    before, after = found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])
+    values = found.window.parts.total - saved
+    return Suspect(
+        kind, subject, values, found.window.samples.weight, evidence, (sign * before, sign * after)
+    )
 
 
 def ms(seconds: float) -> str:
@@ -102,14 +130,14 @@ def _log_disks(found: TwoTimes) -> Iterator[Suspect]:
         if not enough(masks) or now_s < usual_s + LEAST_EXCESS_S or now_s < LEAST_GROWTH * usual_s:
             continue
         excess = np.where(masks[1], np.clip(columns[1] - usual_s, 0.0, total), 0.0)
-        yield Suspect(
+        yield suspect_of(
+            found,
             CauseKind.LOG_DISK_SLOW,
             gateway,
-            total - excess,
-            found.window.samples.weight,
-            found.chance(columns, masks),
-            (f"while a request was there, {gateway} wrote its log for {ms(usual_s)}, then for {ms(now_s)}",),
-            (found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])),
+            excess,
+            columns,
+            masks,
+            f"while a request was there, {gateway} wrote its log for {ms(usual_s)}, then for {ms(now_s)}",
         )
 
 
@@ -147,18 +175,16 @@ def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
         return  # a store is slow for all gateways alike
     excess = np.clip(columns[1] - usual_s, 0.0, 2 * grown_s)
     excess = excess + np.clip(sends[1] - found.baseline.mean(sends[0], masks[0]), 0.0, 2 * grown_s)
-    yield Suspect(
+    yield suspect_of(
+        found,
         CauseKind.QUOTA_STORE_SLOW,
         "redis",
-        found.window.parts.total - excess,
-        found.window.samples.weight,
-        found.chance(columns, masks),
-        (
-            f"admission took {ms(usual_s)} on average, then {ms(now_s)}",
-            f"it did so on each of {max(1, len(ratios))} gateways",
-            f"control: what their processors do took {found.host_ratio:.2f} times as long",
-        ),
-        (found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])),
+        excess,
+        columns,
+        masks,
+        f"admission took {ms(usual_s)} on average, then {ms(now_s)}",
+        f"it did so on each of {max(1, len(ratios))} gateways",
+        f"control: what their processors do took {found.host_ratio:.2f} times as long",
     )
 
 
@@ -183,17 +209,15 @@ def _zones(found: TwoTimes) -> Iterator[Suspect]:
             if grown_s < max(LEAST_EXCESS_S, expected_s / 2) or control_s > 0.5 * (now_s - usual_s):
                 continue
             excess = np.where(masks[1], np.clip(columns[1] - usual_s, 0.0, 2 * grown_s), 0.0)
-            yield Suspect(
+            yield suspect_of(
+                found,
                 CauseKind.ZONE_NETWORK_SLOW,
                 zone,
-                found.window.parts.total - excess,
-                found.window.samples.weight,
-                found.chance(columns, masks),
-                (
-                    f"the way to and from workers took {ms(usual_s)} in {zone}, then {ms(now_s)}",
-                    f"control: in other zones it changed by {ms(control_s)}",
-                ),
-                (found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])),
+                excess,
+                columns,
+                masks,
+                f"the way to and from workers took {ms(usual_s)} in {zone}, then {ms(now_s)}",
+                f"control: in other zones it changed by {ms(control_s)}",
             )
 
 
@@ -206,14 +230,14 @@ def _readers(found: TwoTimes) -> Iterator[Suspect]:
             continue
         if not masks[0].any():
             masks = _everyone(found)[0], masks[1]  # it is compared with the readers of others
-        yield Suspect(
+        yield suspect_of(
+            found,
             CauseKind.READER_STALLED,
             tenant,
-            found.window.parts.total - np.where(masks[1], np.maximum(0.0, columns[1] - usual_s), 0.0),
-            found.window.samples.weight,
-            found.chance(columns, masks),
-            (f"streams of {tenant} waited {ms(usual_s)} for their reader on average, then {ms(now_s)}",),
-            (found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])),
+            np.where(masks[1], np.maximum(0.0, columns[1] - usual_s), 0.0),
+            columns,
+            masks,
+            f"streams of {tenant} waited {ms(usual_s)} for their reader on average, then {ms(now_s)}",
         )
 
 
@@ -262,7 +286,6 @@ def _engines(found: TwoTimes) -> Iterator[Suspect]:
             worker,
             _relieved(found, _faster(found, masks[1], ratio / usual), masks[1]),
             found.window.samples.weight,
-            rises(*figure),
             (
                 f"steps of {worker} take {ratio:.2f} times what they took for the same work",
                 f"control: {usual:.2f} times on {len(peers)} other workers",
@@ -313,7 +336,6 @@ def _version(
         version,
         _relieved(found, _faster(found, masks[1], ratio / max(1.0, control)), masks[1]),
         found.window.samples.weight,
-        rises(*figure),
         (
             f"steps of {version[:19]} take {ratio:.2f} times what the same work took in the baseline",
             control_text,
@@ -350,13 +372,13 @@ def _loads(found: TwoTimes) -> Iterator[Suspect]:
             worker,
             values,
             samples.weight,
-            min(rises(*figure), found.chance(waits, (rest, during))),
             (
                 f"{worker} fetched or loaded a version for about {max(times) - min(times) + 2:.0f} s; "
                 f"its steps took {ratio:.2f} times as long then",
                 f"control: {peers:.2f} times on other workers",
             ),
             figure,
+            found.chance(waits, (rest, during)),
         )
 
 
@@ -397,7 +419,6 @@ def _fragmentation(found: TwoTimes) -> Iterator[Suspect]:
         str(found.window.samples.model[0]),
         values,
         found.window.samples.weight,
-        rises(figure[0], figure[1]),
         (
             f"rows of {spread[0]:.1f} widths, then of {spread[1]:.1f}, share {len(set(widths[1]))} buckets",
             f"a batch had {usual:.1f} rows on average, then {now:.1f}",

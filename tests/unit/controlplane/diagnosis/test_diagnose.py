@@ -200,7 +200,7 @@ def test_many_suspects_share_one_chance_of_a_false_accusation(
     def one_suspect(found: TwoTimes) -> Iterator[Suspect]:
         nothing = np.zeros(len(found.window.samples))
         weights = found.window.samples.weight
-        yield Suspect(CauseKind.SLOW_WORKER, "worker-9", nothing, weights, chance, (), (nothing, nothing))
+        yield Suspect(CauseKind.SLOW_WORKER, "worker-9", nothing, weights, (), (nothing, nothing), chance)
 
     monkeypatch.setattr(diagnosis, "suspects_of", one_suspect)
     found = diagnosed("redis", 1, Metric.TTFT)
