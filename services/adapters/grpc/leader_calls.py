@@ -34,6 +34,7 @@ Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
 QUEUES_S: Final = 3.0
 _LOADS_PAGE: Final = 1000
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
+_Plane = controlplane_pb2_grpc.ControlPlaneServiceStub
 REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
 TIMELINE_S: Final = 10.0  # time limit above the 8 s in which the leader reads the scheduler and the workers
@@ -169,15 +170,13 @@ class GrpcSlis(LeaderCalls):
 
     async def page(self, request: cp.ListSlisRequest) -> cp.ListSlisResponse:
         answer: cp.ListSlisResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListSlis, request, SLIS_S
+            lambda channel: _Plane(channel).ListSlis, request, SLIS_S
         )
         return answer
 
     async def finished(self, request: cp.ListFinishedRequestsRequest) -> cp.ListFinishedRequestsResponse:
         answer: cp.ListFinishedRequestsResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListFinishedRequests,
-            request,
-            SLIS_S,
+            lambda channel: _Plane(channel).ListFinishedRequests, request, SLIS_S
         )
         return answer
 
@@ -189,9 +188,7 @@ class GrpcTimelines(LeaderCalls):
 
     async def timeline(self, request: cp.GetTimelineRequest) -> cp.GetTimelineResponse:
         answer: cp.GetTimelineResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).GetTimeline,
-            request,
-            TIMELINE_S,
+            lambda channel: _Plane(channel).GetTimeline, request, TIMELINE_S
         )
         return answer
 
@@ -203,17 +200,13 @@ class GrpcDiagnoses(LeaderCalls):
 
     async def diagnose(self, request: cp.DiagnoseLatencyRequest) -> cp.DiagnoseLatencyResponse:
         answer: cp.DiagnoseLatencyResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).DiagnoseLatency,
-            request,
-            DIAGNOSES_S,
+            lambda channel: _Plane(channel).DiagnoseLatency, request, DIAGNOSES_S
         )
         return answer
 
     async def save_baseline(self, request: cp.SaveLatencyBaselineRequest) -> cp.SaveLatencyBaselineResponse:
         answer: cp.SaveLatencyBaselineResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).SaveLatencyBaseline,
-            request,
-            DIAGNOSES_S,
+            lambda channel: _Plane(channel).SaveLatencyBaseline, request, DIAGNOSES_S
         )
         return answer
 
@@ -228,9 +221,7 @@ class GrpcScaling(LeaderCalls):
 
     async def page(self, request: cp.ListScalingRequest) -> cp.ListScalingResponse:
         answer: cp.ListScalingResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListScaling,
-            request,
-            QUEUES_S,
+            lambda channel: _Plane(channel).ListScaling, request, QUEUES_S
         )
         return answer
 
@@ -256,6 +247,6 @@ class GrpcUsage(LeaderCalls):
 
     async def page(self, request: cp.ListUsageRequest) -> cp.ListUsageResponse:
         answer: cp.ListUsageResponse = await self.call(
-            lambda channel: controlplane_pb2_grpc.ControlPlaneServiceStub(channel).ListUsage, request, USAGE_S
+            lambda channel: _Plane(channel).ListUsage, request, USAGE_S
         )
         return answer

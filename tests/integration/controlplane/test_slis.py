@@ -11,10 +11,12 @@ import pytest_asyncio
 
 from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.grpc.leader_calls import GrpcQueues, GrpcSlis
+from services.adapters.grpc.leader_calls import GrpcDiagnoses, GrpcQueues, GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.audit_reads import AuditReader
+from services.controlplane.diagnosis.listing import Diagnoses
+from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.objectives.servicer import SliListing
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
@@ -24,6 +26,7 @@ from services.core.estimates.finished import FinishedRequest
 from services.core.generation import StageClock, Usage
 from services.core.records import Priority
 from services.rpc.channel import open_channel
+from services.rpc.convert.inference import timestamp
 from services.rpc.convert.slis import report_from_proto, report_to_proto
 from services.rpc.server import RpcServer, RpcService
 from services.rpc.status import from_rpc_error
@@ -32,10 +35,11 @@ from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
+from tests.support.drawn_windows import World, drawn
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.registry import TOKEN, authenticate
 from tests.support.scaling import NoScaling
-from tests.support.slis import DIGEST, Measurements, NoDiagnoses, key_of, sums_of
+from tests.support.slis import DIGEST, Measurements, key_of, sums_of
 from tests.support.timelines import NoTimelines
 from tests.support.usage_ledgers import NoUsage
 
@@ -47,7 +51,9 @@ class OnePlane:
 
     def __init__(self, directory: StaticDirectory, *, leads: bool) -> None:
         self.measured = Measurements(CLOCK, leads=leads)
+        self.samples = SampleStore(MemoryLedger(), CLOCK)
         self.leader = GrpcSlis(directory, TOKEN, CLOCK)
+        self.diagnoses = GrpcDiagnoses(directory, TOKEN, CLOCK)
         self.queues = GrpcQueues(directory, TOKEN, CLOCK)
         self.address = ""
 
@@ -64,7 +70,7 @@ class OnePlane:
             listing,
             NoScaling(),
             NoTimelines(),
-            NoDiagnoses(),
+            Diagnoses(self.samples, self.diagnoses, CLOCK, leads=lambda: self.measured.store.leads),
             audit=AuditReader(store, MemoryLedger()),
             require_current=lambda _: None,
         )
@@ -85,8 +91,8 @@ class OnePlane:
         await self.measured.start(supervisor)
         self.address = f"127.0.0.1:{server.port}"
         yield
-        await self.leader.close()
-        await self.queues.close()
+        for calls in (self.leader, self.diagnoses, self.queues):
+            await calls.close()
         await server.stop(0)
 
     async def list(self, **fields: object) -> pb.ListSlisResponse:
@@ -95,6 +101,15 @@ class OnePlane:
             try:
                 request = pb.ListSlisRequest(**fields)  # type: ignore[arg-type]
                 return await stub.ListSlis(request, metadata=ADMIN, timeout=10)
+            except grpc.aio.AioRpcError as exc:
+                raise from_rpc_error(exc) from exc
+
+    async def diagnose(self, **fields: object) -> pb.DiagnoseLatencyResponse:
+        async with open_channel(self.address) as channel:
+            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+            try:
+                request = pb.DiagnoseLatencyRequest(**fields)  # type: ignore[arg-type]
+                return await stub.DiagnoseLatency(request, metadata=ADMIN, timeout=30)
             except grpc.aio.AioRpcError as exc:
                 raise from_rpc_error(exc) from exc
 
@@ -170,6 +185,21 @@ async def test_a_standby_answers_what_the_leader_measured(planes: Planes) -> Non
     leader.measured.election.turn(None)
     with pytest.raises(NoLeader):
         await standby.list()
+
+
+async def test_a_standby_answers_with_the_leaders_diagnosis(planes: Planes) -> None:
+    leader, standby, _ = planes
+    now_s = CLOCK.unix_s()
+    sampled = [
+        *drawn(World(), now_s - 100, 60.0, 0),
+        *drawn(World(admit_s=0.05), now_s - 40, 38.0, 1),
+    ]
+    leader.samples.add("one", [SliReport(now_s, {}, {}, sampled=sampled)], lost=0)
+    for plane in (leader, standby):
+        found = await plane.diagnose(start_time=timestamp(now_s - 40))
+        assert [(one.kind, one.subject) for one in found.causes] == [("quota_store_slow", "redis")]
+        with pytest.raises(InvalidInput, match="not before its end"):
+            await plane.diagnose(start_time=timestamp(now_s), end_time=timestamp(now_s - 1))
 
 
 async def test_a_window_is_at_most_what_is_kept(planes: Planes) -> None:

@@ -150,6 +150,16 @@ def test_what_the_simulator_says_orders_the_causes(monkeypatch: pytest.MonkeyPat
     assert found.causes[1].evidence[-1] == "not replayed: the simulator has no such part"
 
 
+def test_the_simulator_replays_the_window_without_its_cause() -> None:
+    found = answer(("slow_worker", "worker-1"), ("prompts_grew", "ann"))
+    replay(found)
+    prompts, worker = found.causes
+    assert (prompts.kind, worker.kind) == ("prompts_grew", "slow_worker")
+    assert prompts.replayed_without_s < 0.5 * prompts.replayed_s
+    assert worker.replayed_without_s > 0.9 * worker.replayed_s  # both workers are equally fast
+    assert "the replay does not need it" in worker.evidence[-1]
+
+
 def test_without_the_simulator_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = answer(("prompts_grew", "ann"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
