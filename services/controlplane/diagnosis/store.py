@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 from typing import Final
 
@@ -88,7 +89,7 @@ class Found:
 
 
 class SampleStore:
-    """Only the event loop changes it. ``workers`` returns the fleet's live workers."""
+    """Only the event loop changes it; threads read it. ``workers`` returns the fleet's live workers."""
 
     def __init__(
         self,
@@ -145,9 +146,20 @@ class SampleStore:
             for one in _decoded(bucket)
             if begin_s <= one.ended_unix_us / 1e6 < end_s
         ]
-        moments = tuple(one for one in self._moments if begin_s <= one.unix_s < end_s)
+        moments = tuple(one for one in list(self._moments) if begin_s <= one.unix_s < end_s)
         zones, devices = dict(self._zones), self._devices
         return Found(begin_s, end_s, requests, moments, zones, self._installation(), devices)
+
+    def ended(self, request_id: str) -> FinishedRequest | None:
+        """Return the newest sampled request of an id, or of a part of it."""
+        wanted = request_id.encode()
+        for _, bucket in sorted(self._buckets.items(), reverse=True):
+            for _, data in chain.from_iterable(list(bucket.requests.values())):
+                if wanted in data:
+                    found = finished_from_proto(slis_pb2.FinishedRequest.FromString(data))
+                    if found.request_id == request_id or found.request_id.startswith(f"{request_id}-"):
+                        return found
+        return None
 
     @property
     def began_s(self) -> float:
@@ -329,7 +341,7 @@ def _half(kept: Sequence[tuple[float, bytes]], rng: Random) -> list[tuple[float,
 
 
 def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:
-    for requests in bucket.requests.values():
+    for requests in list(bucket.requests.values()):
         for weight, data in requests:
             message = slis_pb2.FinishedRequest.FromString(data)
             message.weight = weight

@@ -15,6 +15,7 @@ import structlog
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, worker_pb2
+from services.adapters.threads import in_thread
 from services.controlplane.timelines.join import WorkerSteps, joined, unknown, when, without_neighbours
 from services.controlplane.timelines.policy.tail import Kept, KeptTimelines
 from services.core.errors import FairwayError, NoLeader
@@ -33,6 +34,12 @@ MAX_KEPT_BYTES: Final = 512 * 1024  # a larger timeline is kept without the othe
 _NEWEST: Final = 256  # ended requests that a round looks at
 
 
+class SampledRequests(Protocol):
+    """``diagnosis.store.SampleStore``."""
+
+    def ended(self, request_id: str) -> FinishedRequest | None: ...
+
+
 class EndedRequests(Protocol):
     """``objectives.store.SliStore``."""
 
@@ -41,6 +48,9 @@ class EndedRequests(Protocol):
 
     @property
     def requests(self) -> FinishedRequests: ...
+
+    @property
+    def samples(self) -> SampledRequests: ...
 
 
 class Explanations(Protocol):
@@ -101,6 +111,8 @@ class Timelines:
             return await self._sources.leader.timeline(request)
         wanted = request_id_of(request.request_name)
         found, others = self._ended(wanted)
+        if found is None:
+            found = await in_thread(self._sources.ended.samples.ended, wanted)
         request_id = wanted if found is None else found.request_id
         if (kept := self._kept.get(request_id)) is not None:
             return kept.timeline
@@ -154,8 +166,8 @@ class Timelines:
         finished = None if ended is None else finished_to_proto(ended)
         if ended is None:
             notes.append(
-                "its end is not known: it runs, or it was neither slow nor failed, or it ended before "
-                f"this control plane started at {when(self._began_unix_s * 1e6)}"
+                "its end is not known: it runs, or it was neither slow nor failed nor drawn as a sample, "
+                f"or it ended before this control plane started at {when(self._began_unix_s * 1e6)}"
             )
         explained = await self._explain(request_id, notes)
         workers = _workers_of(explained, ended)

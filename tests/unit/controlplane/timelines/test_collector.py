@@ -5,14 +5,17 @@ from prometheus_client import generate_latest
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, worker_pb2
+from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.timelines.collector import Timelines, TimelineSources
 from services.controlplane.timelines.join import visible_to
+from services.core.arms import SliReport
 from services.core.errors import FairwayError, NoLeader, NotFound, Unavailable
 from services.core.estimates.finished import FinishedRequest, FinishedRequests
 from services.core.generation import NO_RUN, RunFacts, StageClock, Usage
 from services.core.records import Priority
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.clocks import HandClock
+from tests.support.memory_ledger import MemoryLedger
 from tests.support.metrics import values
 
 START_US = 1_700_000_000_000_000
@@ -104,6 +107,7 @@ class Parts:
         self.reads = 0
         self.clock = HandClock(START_US / 1e6 + 1.0)
         self.metrics = Metrics()
+        self.samples = SampleStore(MemoryLedger(), self.clock)
         sources = TimelineSources(self, self, self, lambda name: self.addresses.get(name, ""), self)
         self.timelines = Timelines(sources, self.clock, self.metrics)
 
@@ -153,6 +157,16 @@ async def test_hosts_whose_clocks_differ_are_moved_to_the_gateways(skew_us: int)
     queued_us = found.decisions[0].queued_time.ToMicroseconds()
     assert START_US + 2000 <= queued_us <= queued_us + 18_000 <= START_US + 22_000
     assert abs(found.scheduler_clock.offset_us + skew_us) <= 1000
+
+
+async def test_an_ordinary_request_has_its_stages_from_the_samples() -> None:
+    parts = Parts()
+    drawn = [ended("req_ow"), ended(), ended("req_own2"), ended("req_two-1")]
+    parts.samples.add("one", [SliReport(parts.clock.now_s, {}, {}, sampled=drawn)], lost=0)
+    found = await parts.get()
+    assert (found.finished.request_id, found.finished.stages_us[2]) == (OWN, 20_000)
+    assert not found.notes
+    assert (await parts.get("req_two")).finished.request_id == "req_two-1"
 
 
 async def test_what_is_missing_is_stated() -> None:
