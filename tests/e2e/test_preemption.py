@@ -8,12 +8,13 @@ import grpc
 
 from fairway.v1 import inference_pb2 as pb
 from fairway.v1 import inference_pb2_grpc
+from services.worker.agent.agent import HAND_OVER_S
 from tests.support.stack import Stack, metadata
 from tests.support.updating import PROMPTS, TIMEOUT_S, admin_of
 
-TOKENS = 400
+TOKENS = 800
 STREAMS = 6
-NOTICE_S = 7.0
+NOTICE_S = HAND_OVER_S + 0.5
 
 
 async def test_streams_move_before_a_node_ends(stack: Stack) -> None:
@@ -22,12 +23,18 @@ async def test_streams_move_before_a_node_ends(stack: Stack) -> None:
         undisturbed = [(await _stream(stack, stub, number))[0] for number in range(STREAMS)]
         try:
             async with asyncio.TaskGroup() as group:
+                # Streams run already, as the scheduler gives a node that ends no new ones once it knows.
+                begun = [asyncio.Event() for _ in range(STREAMS)]
+                ended = asyncio.Event()
+                streams = [
+                    group.create_task(_until(ended, stack, stub, number, begun[number]))
+                    for number in range(STREAMS)
+                ]
+                await asyncio.gather(*(one.wait() for one in begun))
                 node = await admin.nodes.drain("worker-0", ends_in_s=NOTICE_S)
                 assert node.HasField("end_time")
-                ends = asyncio.get_running_loop().time() + NOTICE_S
-                # Streams begin until the node ends: some are on it when it hands over.
-                streams = [group.create_task(_until(ends, stack, stub, number)) for number in range(STREAMS)]
                 await asyncio.sleep(NOTICE_S)
+                ended.set()
                 left = await admin.nodes.get("worker-0")
             assert not left.versions, "it holds a version at its end"
         finally:
@@ -38,18 +45,25 @@ async def test_streams_move_before_a_node_ends(stack: Stack) -> None:
 
 
 async def _until(
-    ends_s: float, stack: Stack, stub: inference_pb2_grpc.InferenceServiceAsyncStub, number: int
+    ended: asyncio.Event,
+    stack: Stack,
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+    number: int,
+    begun: asyncio.Event,
 ) -> list[tuple[str, int]]:
     found = []
-    while asyncio.get_running_loop().time() < ends_s:
-        found.append(await _stream(stack, stub, number))
+    while not ended.is_set():
+        found.append(await _stream(stack, stub, number, begun))
     return found
 
 
 async def _stream(
-    stack: Stack, stub: inference_pb2_grpc.InferenceServiceAsyncStub, number: int
+    stack: Stack,
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+    number: int,
+    begun: asyncio.Event | None = None,
 ) -> tuple[str, int]:
-    """Return the text of one stream, and how often it was resumed."""
+    """Return the text of one stream, and how often it was resumed. ``begun`` is set by its first chunk."""
     generation = pb.Generation(
         model=stack.model, prompt=PROMPTS[number], max_output_tokens=TOKENS, ignore_eos=True
     )
@@ -59,6 +73,8 @@ async def _stream(
     async for event in stub.Generate(request, metadata=metadata(stack.api_key), timeout=TIMEOUT_S):
         if event.HasField("chunk"):
             text += event.chunk.text
+            if begun is not None:
+                begun.set()
         elif event.HasField("finished"):
             resumes = event.finished.resumes
     return text, resumes
