@@ -34,6 +34,7 @@ from tests.integration.registry.swarm_fleet import (
     weights_in,
 )
 from tests.support.model_folder import header_of, write_model
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -85,8 +86,7 @@ async def test_a_node_that_dies_resumes_without_fetching_again(fleet: Fleet, fol
     nodes = await fleet.nodes(3)
     tasks = [node.fetch(digest) for node in nodes]
     victim = nodes[0]
-    while victim.swarm.received_bytes.total() < 0.6 * CHUNKS * CHUNK_BYTES:
-        await asyncio.sleep(0.01)
+    await until(lambda: victim.swarm.received_bytes.total() >= 0.6 * CHUNKS * CHUNK_BYTES)
     await victim.kill()
     had = victim.swarm.received_bytes.total()
     again = await fleet.node("node-0")
@@ -103,8 +103,7 @@ async def test_peers_go_on_while_the_registry_is_gone(fleet: Fleet, folder: Path
     await (await fleet.node("seed")).fetch(digest)
     nodes = await fleet.nodes(2, down=12 * 2**20)
     tasks = [node.fetch(digest) for node in nodes]
-    while min(node.swarm.received_bytes.total() for node in nodes) < 3 * CHUNK_BYTES:
-        await asyncio.sleep(0.01)
+    await until(lambda: min(node.swarm.received_bytes.total() for node in nodes) >= 3 * CHUNK_BYTES)
     fleet.sent.clear()
     await fleet.registry.server.stop(0)
     assert not any(task.done() for task in tasks)
@@ -130,8 +129,7 @@ async def test_a_registry_that_is_back_learns_what_the_nodes_have(fleet: Fleet, 
     digest = await published(fleet, folder)
     nodes = await fleet.nodes(3)
     tasks = [node.fetch(digest) for node in nodes]
-    while min(node.swarm.received_bytes.total() for node in nodes) < 2 * CHUNK_BYTES:
-        await asyncio.sleep(0.01)
+    await until(lambda: min(node.swarm.received_bytes.total() for node in nodes) >= 2 * CHUNK_BYTES)
     fleet.registry.service.tracker._swarms.clear()  # as after a restart
     for task in tasks:
         assert same(folder, await task)

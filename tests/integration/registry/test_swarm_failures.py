@@ -23,6 +23,7 @@ from tests.integration.registry.swarm_fleet import CHUNKS, Fleet, Node, fleet_in
 from tests.support.certificates import HeldCertificates, authority_in, identity_of
 from tests.support.registry import TOKEN
 from tests.support.tiny_disk import fill, tiny_disk
+from tests.support.waiting import until
 
 DISK_BYTES = (CHUNKS * CHUNK_BYTES) + 80 * 2**20  # the version, the reserve, and a little
 
@@ -128,8 +129,7 @@ async def test_a_disk_that_fills_up_ends_a_fetch_and_nothing_of_it_is_ready(
         full = await fleet.node("full", down=12 * 2**20)
         other = await fleet.node("other", down=12 * 2**20)
         ending, going = full.fetch(digest), other.fetch(digest)
-        while full.swarm.received_bytes.total() < 3 * CHUNK_BYTES:
-            await asyncio.sleep(0.01)
+        await until(lambda: full.swarm.received_bytes.total() >= 3 * CHUNK_BYTES)
         filler = await asyncio.to_thread(fill, tmp_path / "full")
         with pytest.raises(StoreUnavailable, match="disk of the model files is full"):
             await ending
