@@ -72,6 +72,24 @@ def test_a_key_opens_and_a_wrong_one_does_not(fleet: Fleet, tmp_path: Path) -> N
         assert found == status
 
 
+def test_the_console_shows_the_fleet_to_who_has_a_key(fleet: Fleet, tmp_path: Path) -> None:
+    url, page = f"https://localhost:{fleet.ports['FLEET_CONSOLE_PORT']}", tmp_path / "page"
+
+    def ask(path: str, *options: str) -> str:
+        return command(
+            "curl", "-s", "--cacert", str(fleet.authorities), "-H", f"Origin: {url}",
+            "-b", str(tmp_path / "cookies"), "-c", str(tmp_path / "cookies"),
+            "-o", str(page), "-w", "%{http_code} %{redirect_url}", f"{url}{path}", *options,
+        )  # fmt: skip
+
+    assert ask("/") == f"303 {url}/sign-in"
+    assert ask("/sign-in", "--data-urlencode", "key=fw_wrong_key").startswith("401")
+    key = fleet.secret("api_key")
+    assert ask("/sign-in", "--data-urlencode", f"key={key}") == f"303 {url}/"
+    assert ask("/").startswith("200")
+    assert all(worker in page.read_text() for worker in ("worker-0", "worker-1"))
+
+
 def test_metrics_answer_monitors_alone(fleet: Fleet) -> None:
     """A role's own certificate is refused; Prometheus has one that is not."""
     code = (
