@@ -203,3 +203,11 @@ def test_the_worker_of_the_profile_vllm_has_an_image_with_its_environment() -> N
     assert stages[-1] == ("fairway", ""), "without a target the image has no vLLM"
     (installed,) = re.findall(r"engines install vllm .* --dir (\S+)", dockerfile)
     assert f"ENV {VLLM_DIR}={installed}" in dockerfile
+
+
+def test_what_the_image_copies_is_in_its_context() -> None:
+    """The file of what is left out names each folder that is not."""
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY ") and "--from" not in line]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {source for sources in copies for source in sources} == sent
