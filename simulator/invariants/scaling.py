@@ -170,18 +170,20 @@ class HeldRequests(Invariant):
                 self._since_s.setdefault(attempt, now_s)
                 self._hold_s = max(self._hold_s, fleet.scaled.hold_s)
             if attempt in self._since_s:
-                self._judge(session, now_s - self._since_s[attempt])
+                self._judge(session, self._since_s[attempt])
 
     def closed(self, record: RequestRecord) -> None:
         """A client's request ended."""
         if (record.number, record.attempts) in self._since_s:
             self.woken += record.finished
 
-    def _judge(self, session: SimSession, waited_s: float) -> None:
+    def _judge(self, session: SimSession, since_s: float) -> None:
+        """Compare the wait with what is allowed. It begins anew where a gateway was frozen, as that may have
+        received the request only afterwards."""
         record, request = session.record, session.request
-        disturbed_s = self._disturbed_s.get(session.gateway, 0.0)
-        if not session.gateway or self._fleet.loop.now_s - disturbed_s < _LATE_S:
+        if not session.gateway:
             return
+        waited_s = self._fleet.loop.now_s - max(since_s, self._disturbed_s.get(session.gateway, 0.0))
         longest_s = self._hold_s + self._fleet.spec.gateway.queue_ttl_s
         if request.deadline_s is not None:
             longest_s = request.deadline_s

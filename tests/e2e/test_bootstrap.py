@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def test_bootstrap_may_be_repeated_and_keeps_the_key(stack: Stack, tmp_path: Pat
     secrets.mkdir()
     for name in ("admin_key", "api_key"):
         (secrets / name).write_text(stack.endpoints[name])
+    shutil.copytree(stack.state / "certs", tmp_path / "certs")
     for _ in range(2):
         fairway(*bootstrap(stack, tmp_path))
         written = json.loads((tmp_path / "endpoints.json").read_text())

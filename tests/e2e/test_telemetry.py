@@ -139,7 +139,14 @@ async def test_metrics_are_the_documented_ones(stack: Stack) -> None:
             found.setdefault(name, set()).add(process.partition("-")[0])
             assert (metric.kind, metric.text) == (known[name].kind, known[name].text), name
             assert metric.labels in (frozenset(), known[name].labels), name
-    assert {name: set(metric.roles) for name, metric in known.items()} == found
+    # A gateway serves clients, whose certificates nobody reads; this control plane orders no nodes.
+    elsewhere = {
+        "fairway_rpc_certificates_refused_total": {"gateway"},
+        "fairway_node_orders": {"controlplane"},
+        "fairway_node_provider_failures": {"controlplane"},
+    }
+    wanted = {name: set(metric.roles) - elsewhere.get(name, set()) for name, metric in known.items()}
+    assert {name: roles for name, roles in wanted.items() if roles} == found
 
 
 async def test_stages_sum_to_the_latency_also_of_resumed_and_queued_requests(stack: Stack) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fairway.cli.fleet.options import BUNDLED_CLASSIFIER
 from fairway.client import (
     Client,
     ClientOptions,
@@ -59,7 +60,7 @@ async def read(stream: GenerationStream, begun: asyncio.Semaphore | None = None)
 
 async def test_calls_of_every_kind(stack: Stack, client: Client) -> None:
     models = await client.list_models()
-    assert [model.name for model in models] == [stack.model]
+    assert [model.name for model in models] == [stack.model, BUNDLED_CLASSIFIER]
     count = await client.count_tokens(stack.model, "Once upon a time")
     stream = client.generate(stack.model, "Once upon a time", Options(max_output_tokens=12, temperature=0))
     streamed = await stream.collect()
