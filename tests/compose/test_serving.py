@@ -84,9 +84,10 @@ def test_the_console_shows_the_fleet_to_who_has_a_key(fleet: Fleet, tmp_path: Pa
 
     assert ask("/") == f"303 {url}/sign-in"
     assert ask("/sign-in", "--data-urlencode", "key=fw_wrong_key").startswith("401")
-    key = fleet.secret("api_key")
-    assert ask("/sign-in", "--data-urlencode", f"key={key}") == f"303 {url}/"
-    assert ask("/").startswith("200")
+    for name in ("api_key", "admin_key"):
+        key = fleet.secret(name)
+        assert ask("/sign-in", "--data-urlencode", f"key={key}") == f"303 {url}/"
+        assert ask("/").startswith("200" if name == "admin_key" else f"303 {url}/tenants/default")
     assert all(worker in page.read_text() for worker in ("worker-0", "worker-1"))
 
 
