@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.message import Message
 
 from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as pb
@@ -95,32 +97,26 @@ class OnePlane:
             await calls.close()
         await server.stop(0)
 
-    async def list(self, **fields: object) -> pb.ListSlisResponse:
+    async def _call(self, name: str, request: Message, timeout_s: float = 10.0) -> Any:
         async with open_channel(self.address) as channel:
-            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
+            method = getattr(controlplane_pb2_grpc.ControlPlaneServiceStub(channel), name)
             try:
-                request = pb.ListSlisRequest(**fields)  # type: ignore[arg-type]
-                return await stub.ListSlis(request, metadata=ADMIN, timeout=10)
+                return await method(request, metadata=ADMIN, timeout=timeout_s)
             except grpc.aio.AioRpcError as exc:
                 raise from_rpc_error(exc) from exc
 
-    async def diagnose(self, **fields: object) -> pb.DiagnoseLatencyResponse:
-        async with open_channel(self.address) as channel:
-            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
-            try:
-                request = pb.DiagnoseLatencyRequest(**fields)  # type: ignore[arg-type]
-                return await stub.DiagnoseLatency(request, metadata=ADMIN, timeout=30)
-            except grpc.aio.AioRpcError as exc:
-                raise from_rpc_error(exc) from exc
+    async def list(self, **fields: Any) -> pb.ListSlisResponse:
+        found: pb.ListSlisResponse = await self._call("ListSlis", pb.ListSlisRequest(**fields))
+        return found
 
-    async def finished(self, **fields: object) -> Sequence[slis_pb2.FinishedRequest]:
-        async with open_channel(self.address) as channel:
-            stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
-            request = pb.ListFinishedRequestsRequest(**fields)  # type: ignore[arg-type]
-            try:
-                return (await stub.ListFinishedRequests(request, metadata=ADMIN, timeout=10)).requests
-            except grpc.aio.AioRpcError as exc:
-                raise from_rpc_error(exc) from exc
+    async def diagnose(self, **fields: Any) -> pb.DiagnoseLatencyResponse:
+        request = pb.DiagnoseLatencyRequest(**fields)
+        found: pb.DiagnoseLatencyResponse = await self._call("DiagnoseLatency", request, 30.0)
+        return found
+
+    async def finished(self, **fields: Any) -> Sequence[slis_pb2.FinishedRequest]:
+        found = await self._call("ListFinishedRequests", pb.ListFinishedRequestsRequest(**fields))
+        return list(found.requests)
 
 
 Planes = tuple[OnePlane, OnePlane, StaticDirectory]
