@@ -146,7 +146,9 @@ async def request(visit: Visit) -> Page:
         visit.read("ExplainPlacement", request_id=name[:64]),
         visit.read("GetTimeline", request_name=name) if may_see_steps else _nothing(),
     )
-    ended = finished.message.requests if finished.message is not None else ()
+    ended = list(finished.message.requests) if finished.message is not None else []
+    if not ended and timeline and timeline.message and timeline.message.HasField("finished"):
+        ended.append(timeline.message.finished)  # neither slow nor failed: only the samples have it
     values = {
         "name": name,
         "finished": finished,

@@ -153,7 +153,8 @@ class HeldRequests(Invariant):
         self.woken = 0
         self._since_s: dict[tuple[int, int], float] = {}
         self._hold_s = Scaled(MODEL, 0).hold_s
-        self._disturbed_s: dict[str, float] = {}
+        self._runs: set[str] = set()  # gateways that ran at the last sample
+        self._frozen_s: dict[str, tuple[float, float]] = {}  # begin and end of a gateway's last freeze
 
     def watch(self, fleet: SimFleet) -> None:
         self._fleet = fleet
@@ -161,8 +162,12 @@ class HeldRequests(Invariant):
     def sample(self, fleet: SimFleet) -> None:
         now_s, serves = fleet.loop.now_s, any(one.serving for one in fleet.workers.values())
         for name, gateway in fleet.gateways.items():
-            if not gateway.process.running:
-                self._disturbed_s[name] = now_s
+            if gateway.process.running:
+                self._runs.add(name)
+            else:
+                began_s = now_s if name in self._runs else self._frozen_s.get(name, (now_s, now_s))[0]
+                self._frozen_s[name] = began_s, now_s
+                self._runs.discard(name)
         for number, session in fleet.clients.present.items():
             attempt = number, session.record.attempts
             if not serves and session.gateway and not session.record.output_tokens:
@@ -178,18 +183,20 @@ class HeldRequests(Invariant):
             self.woken += record.finished
 
     def _judge(self, session: SimSession, since_s: float) -> None:
-        """Compare the wait with what is allowed. It begins anew where a gateway was frozen, as that may have
-        received the request only afterwards."""
-        record, request = session.record, session.request
+        """Compare the wait with what is allowed: from the end of a freeze, if it began during that one."""
+        record, request, now_s = session.record, session.request, self._fleet.loop.now_s
         if not session.gateway:
             return
-        waited_s = self._fleet.loop.now_s - max(since_s, self._disturbed_s.get(session.gateway, 0.0))
         longest_s = self._hold_s + self._fleet.spec.gateway.queue_ttl_s
         if request.deadline_s is not None:
             longest_s = request.deadline_s
         elif record.output_tokens:
             return
-        if waited_s > longest_s + _LATE_S:
+        froze_s, ran_s = self._frozen_s.get(session.gateway, (0.0, 0.0))
+        due_s = ran_s + longest_s if since_s >= froze_s else max(since_s + longest_s, ran_s)
+        due_s = max(due_s, since_s + longest_s)
+        if now_s > due_s + _LATE_S:
+            waited_s = now_s - since_s
             self._add(f"request {record.number} waits for {waited_s:.1f} s, {longest_s:g} s are allowed")
             self._since_s[record.number, record.attempts] = float("inf")
 

@@ -90,7 +90,12 @@ class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
         super().remove_node(node)
         return died_in
 
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a process its next group once it has collected the tests."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def schedule(self) -> None:
-        """Hand out groups, or the end: a process runs its last test when it knows what comes after it."""
+        """Hand out two groups, or one and the end: a process runs a test once it knows what is next."""
         super().schedule()
         super().schedule()

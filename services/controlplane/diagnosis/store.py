@@ -150,16 +150,16 @@ class SampleStore:
         zones, devices = dict(self._zones), self._devices
         return Found(begin_s, end_s, requests, moments, zones, self._installation(), devices)
 
-    def ended(self, request_id: str) -> FinishedRequest | None:
-        """Return the newest sampled request of an id, or of a part of it."""
+    def ended(self, request_id: str) -> list[FinishedRequest]:
+        """Return the sampled requests of an id and of its parts, the slowest first."""
         wanted = request_id.encode()
-        for _, bucket in sorted(self._buckets.items(), reverse=True):
-            for _, data in chain.from_iterable(list(bucket.requests.values())):
-                if wanted in data:
-                    found = finished_from_proto(slis_pb2.FinishedRequest.FromString(data))
-                    if found.request_id == request_id or found.request_id.startswith(f"{request_id}-"):
-                        return found
-        return None
+        found = [
+            finished_from_proto(slis_pb2.FinishedRequest.FromString(data))
+            for bucket in list(self._buckets.values())
+            for _, data in chain.from_iterable(list(bucket.requests.values()))
+            if _is_of(data, wanted)
+        ]
+        return sorted(found, key=lambda one: -one.total_us)
 
     @property
     def began_s(self) -> float:
@@ -338,6 +338,13 @@ def _half(kept: Sequence[tuple[float, bytes]], rng: Random) -> list[tuple[float,
     half = rng.sample(kept, len(kept) // 2)
     ratio = sum(weight for weight, _ in kept) / (sum(weight for weight, _ in half) or 1.0)
     return [(weight * ratio, data) for weight, data in half]
+
+
+def _is_of(data: bytes, request_id: bytes) -> bool:
+    """Return whether an encoded request, whose first field is its id, has this id or is a part of it."""
+    begin, size = (2, data[1]) if data[1] < 128 else (3, 128)  # an id has at most 128 bytes
+    end = begin + len(request_id)
+    return data.startswith(request_id, begin) and (end == begin + size or data[end : end + 1] == b"-")
 
 
 def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:

@@ -37,7 +37,7 @@ _NEWEST: Final = 256  # ended requests that a round looks at
 class SampledRequests(Protocol):
     """``diagnosis.store.SampleStore``."""
 
-    def ended(self, request_id: str) -> FinishedRequest | None: ...
+    def ended(self, request_id: str) -> Sequence[FinishedRequest]: ...
 
 
 class EndedRequests(Protocol):
@@ -92,6 +92,7 @@ class Timelines:
         self._kept: KeptTimelines[pb.GetTimelineResponse] = KeptTimelines()
         self._seen = 0  # ended requests that earlier rounds looked at
         self._began_unix_s = clock.unix_s()
+        self._looking = asyncio.Lock()  # one search of all samples at a time
         self._outcomes = metrics.counter(
             "fairway_controlplane_timelines_total",
             "Slow and failed requests whose timeline was kept, was kept with parts missing, or was evicted",
@@ -110,9 +111,7 @@ class Timelines:
                 raise NoLeader("this control plane does not lead", retry_after_s=1.0)
             return await self._sources.leader.timeline(request)
         wanted = request_id_of(request.request_name)
-        found, others = self._ended(wanted)
-        if found is None:
-            found = await in_thread(self._sources.ended.samples.ended, wanted)
+        found, others = await self._ended(wanted)
         request_id = wanted if found is None else found.request_id
         if (kept := self._kept.get(request_id)) is not None:
             return kept.timeline
@@ -151,13 +150,17 @@ class Timelines:
         if self._kept.evicted > evicted:
             self._outcomes.add("evicted", amount=self._kept.evicted - evicted)
 
-    def _ended(self, wanted: str) -> tuple[FinishedRequest | None, int]:
+    async def _ended(self, wanted: str) -> tuple[FinishedRequest | None, int]:
         """Return the ended request of the id, or the slowest of its parts, and the number of others."""
 
         def takes(one: FinishedRequest) -> bool:
             return one.request_id == wanted or one.request_id.startswith(f"{wanted}-")
 
+        found: Sequence[FinishedRequest]
         found = self._sources.ended.requests.find(takes, slow=True, limit=1000)
+        if not found:  # neither slow nor failed
+            async with self._looking:
+                found = await in_thread(self._sources.ended.samples.ended, wanted)
         exact = [one for one in found if one.request_id == wanted] or list(found)
         return (exact[0], len(exact) - 1) if exact else (None, 0)
 

@@ -161,12 +161,24 @@ async def test_hosts_whose_clocks_differ_are_moved_to_the_gateways(skew_us: int)
 
 async def test_an_ordinary_request_has_its_stages_from_the_samples() -> None:
     parts = Parts()
-    drawn = [ended("req_ow"), ended(), ended("req_own2"), ended("req_two-1")]
+    drawn = [
+        ended("req_ow"),
+        ended(),
+        ended("req_own2"),
+        ended("req_two-1"),
+        ended("req_two-2", decode_us=90_000),
+    ]
     parts.samples.add("one", [SliReport(parts.clock.now_s, {}, {}, sampled=drawn)], lost=0)
     found = await parts.get()
     assert (found.finished.request_id, found.finished.stages_us[2]) == (OWN, 20_000)
     assert not found.notes
-    assert (await parts.get("req_two")).finished.request_id == "req_two-1"
+    found = await parts.get("req_two")
+    assert found.finished.request_id == "req_two-2"
+    assert "1 other requests of req_two ended; this is the slowest" in found.notes
+    for unknown in ("req", "req_", "req_tw", "wn", "x" * 128):
+        assert not parts.samples.ended(unknown)
+    parts.samples.add("one", [SliReport(parts.clock.now_s, {}, {}, sampled=[ended("y" * 128)])], lost=0)
+    assert len(parts.samples.ended("y" * 128)) == 1
 
 
 async def test_what_is_missing_is_stated() -> None:
