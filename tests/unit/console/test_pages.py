@@ -258,3 +258,14 @@ def test_files_are_not_sent_twice(browser: Browser) -> None:
     assert browser.get("/static/console.css", **{"if-none-match": first.headers["etag"]}).status_code == 304
     for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/static/vendor"):
         assert browser.get(path).status_code == 303
+
+
+def test_an_ordinary_request_is_shown_by_its_timeline(browser: Browser) -> None:
+    browser.sign_in("admin")
+    assert "No ended request" in browser.get("/requests/req_1").text
+    timeline = cp.GetTimelineResponse(request_id="req_1")
+    timeline.finished.request_id, timeline.finished.model = "req_1", "of-the-samples"
+    browser.api.answers["GetTimeline"] = timeline
+    page = browser.get("/requests/req_1").text
+    assert "of-the-samples" in page
+    assert "No ended request" not in page
