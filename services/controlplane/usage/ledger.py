@@ -265,7 +265,7 @@ class UsageLedger:
     async def checkpoint(self) -> None:
         """Store the state, and delete what earlier checkpoints replaced; calls follow each other.
 
-        Raises StoreUnavailable or NoLeader.
+        Raises StoreUnavailable, NoLeader or Superseded.
         """
         # Of two at once, the one that ends last would drop the sums that were sealed after the other.
         async with self._checkpointing:

@@ -109,7 +109,7 @@ class UsageLog:
     async def write_checkpoint(self, sealed: LedgerBook, oldest: int) -> dict[int, int]:
         """Store the sums of the sealed state, then the state; return the hours' objects, from ``oldest`` on.
 
-        Raises StoreUnavailable; it can be called again with the same state.
+        Raises Superseded, or StoreUnavailable: it can be called again with the same state.
         """
         number = sealed.number
         hours = {hour: through for hour, through in sealed.hours.items() if hour >= oldest}
@@ -121,6 +121,9 @@ class UsageLog:
                 try:
                     stored = await self.hour(hour, hours[hour])
                 except NotFound:
+                    # A foreign checkpoint replaced it; where there is none, it was lost in the store.
+                    if await self._store.names(_CHECKPOINTS, self._own):
+                        raise Superseded from None
                     log.error("usage.object_missing", name=_hour_name(hour, hours[hour]))
             data = await in_thread(_merged, stored, lines)
             await self._store.create(_hour_name(hour, number), data)

@@ -10,16 +10,21 @@ from random import Random
 from typing import Any, Final
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.controlplane.usage.ledger import UsageLedger
+from services.controlplane.usage.log import KEEP_S, Superseded, UsageLog
+from services.controlplane.usage.policy.book import Segment, SourceEvents
+from services.controlplane.usage.policy.lines import summed
 from services.core.errors import FairwayError, NoLeader, StoreUnavailable
 from services.core.usage import UsageEvent
 from tests.support.clocks import HandClock
 from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.usage_ledgers import (
+    HOUR,
     UNIX_S,
     Sender,
     booked,
@@ -170,3 +175,32 @@ def test_every_event_is_booked_once(seed: int) -> None:
         f"r{number}": (1, 20) for number in range(REQUESTS)
     }
     assert sum(amounts[2] for amounts in [late, *found.values()]) == REQUESTS * DEVICE_US
+
+
+async def test_a_checkpoint_that_outlasts_a_foreign_one_takes_no_hour_for_empty() -> None:
+    """One freezes as it begins a checkpoint, until another replaced and deleted the hours that it names."""
+    store, clock = MemoryLedger(), HandClock(UNIX_S)
+    frozen, other = UsageLog(store, clock), UsageLog(store, clock)
+    book = await frozen.load()
+    for name in ("r1", "r2"):
+        await frozen.append(segment := booking(book.number + 1, name))
+        book.apply(segment)
+        if name == "r1":
+            book.hours = await frozen.write_checkpoint(book.seal(), 0)
+    foreign = await other.load()
+    foreign.hours = await other.write_checkpoint(foreign.seal(), 0)
+    await frozen.append(segment := booking(book.number + 1, "r3"))
+    book.apply(segment)
+    clock.now_s += 2 * KEEP_S
+    await other.delete_covered(foreign)
+    with pytest.raises(Superseded):
+        await frozen.write_checkpoint(book.seal(), 0)
+    found = await frozen.load()
+    assert (found.number, found.hours) == (3, {HOUR: 2})
+    (lines,) = found.sums.hours.values()
+    both = summed((await frozen.hour(HOUR, 2), lines))
+    assert {line.key_id: amounts.requests for line, amounts in both.items()} == {"r1": 1, "r2": 1, "r3": 1}
+
+
+def booking(number: int, name: str) -> Segment:
+    return Segment(number, "w", UNIX_S, (SourceEvents("gateway", number, (request_usage(name),)),))
