@@ -3,6 +3,7 @@ successor within the call's time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
@@ -39,6 +40,7 @@ REPORT_SLIS_S: Final = 10.0
 SLIS_S: Final = 4.0  # a leader is replaced within 3 s, and a client tries another server after 5 s
 TIMELINE_S: Final = 10.0  # time limit above the 8 s in which the leader reads the scheduler and the workers
 DIAGNOSES_S: Final = 30.0
+LEADERLESS_S: Final = 5.0  # a leader is replaced within 3 s
 REPORT_USAGE_S: Final = 15.0
 USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
 
@@ -61,8 +63,14 @@ class LeaderCalls:
         self._certificates = certificates
         self._channel: RoleChannel | None = None
 
-    async def call(self, method: Method, request: Message, timeout_s: float) -> Any:
-        """Return the leader's response. Raises NoLeader after the timeout, or the leader's error."""
+    async def call(
+        self, method: Method, request: Message, timeout_s: float, *, leaderless_s: float = math.inf
+    ) -> Any:
+        """Return the leader's response.
+
+        Raises NoLeader after the timeout, or once no other leader came for ``leaderless_s``; or the leader's
+        error.
+        """
         deadline_s = self._clock.monotonic_s() + timeout_s
         leader, error = self._directory.leader, None
         while (left_s := deadline_s - self._clock.monotonic_s()) > 0:
@@ -71,7 +79,9 @@ class LeaderCalls:
                     return await self._call(leader, method, request, left_s)
                 except Unavailable as failure:
                     error = failure
-            leader = await self._directory.wait_changed(leader, left_s)
+            seen, leader = leader, await self._directory.wait_changed(leader, min(left_s, leaderless_s))
+            if leader == seen and left_s > leaderless_s:
+                break
         raise NoLeader(f"no {self.ROLE} leads that can be reached: {self._why(error)}", retry_after_s=1.0)
 
     async def close(self) -> None:
@@ -200,13 +210,16 @@ class GrpcDiagnoses(LeaderCalls):
 
     async def diagnose(self, request: cp.DiagnoseLatencyRequest) -> cp.DiagnoseLatencyResponse:
         answer: cp.DiagnoseLatencyResponse = await self.call(
-            lambda channel: _Plane(channel).DiagnoseLatency, request, DIAGNOSES_S
+            lambda channel: _Plane(channel).DiagnoseLatency, request, DIAGNOSES_S, leaderless_s=LEADERLESS_S
         )
         return answer
 
     async def save_baseline(self, request: cp.SaveLatencyBaselineRequest) -> cp.SaveLatencyBaselineResponse:
         answer: cp.SaveLatencyBaselineResponse = await self.call(
-            lambda channel: _Plane(channel).SaveLatencyBaseline, request, DIAGNOSES_S
+            lambda channel: _Plane(channel).SaveLatencyBaseline,
+            request,
+            DIAGNOSES_S,
+            leaderless_s=LEADERLESS_S,
         )
         return answer
 
