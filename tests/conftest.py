@@ -41,9 +41,13 @@ STARTS = 3  # a port that was free may be taken by the time that the server bind
 # Without this folder nobody is logged in, whoever runs the tests.
 os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "fairway-tests-without-login")
 
-# No deadline per example: on a busy machine it fails whatever it meets.
+# No deadline per example, and no check of how fast they are drawn: on a busy machine either fails.
 hypothesis.settings.register_profile(
-    "daily", hypothesis.settings(), max_examples=DAILY_EXAMPLES, deadline=None
+    "daily",
+    hypothesis.settings(),
+    max_examples=DAILY_EXAMPLES,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("daily")
 

@@ -6,16 +6,16 @@ Beside each attack the event loop is watched, and another tenant's short prompts
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -32,7 +32,7 @@ from services.core.errors import (
     VersionFailing,
 )
 from services.core.generation import Constraint, ConstraintKind
-from services.gateway.text import pool
+from services.gateway.text import child, pool
 from services.gateway.text.child import TextLimits
 from services.gateway.text.pool import TextProcesses
 from services.gateway.text.text_model import ChatMessage, Conversation, TextModel
@@ -42,6 +42,7 @@ from services.runtime.supervisor import Supervisor
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.text_versions import CHAT, Bench, doubling, splitting, watched_loop, write_version
 
+T = TypeVar("T")
 # The time that this process spent while its loop ran nothing else: of its own, so that a machine that has no
 # time to give changes nothing. A process that reads a text itself spends 2 s and more in each test here.
 WORST_GAP_S = 0.2
@@ -240,6 +241,47 @@ async def test_a_process_that_is_killed_costs_no_request(bench: Bench) -> None:
     assert await asyncio.wait_for(reading, 20) == expected
 
 
+FAULTING = """
+import os, signal, sys
+from services.gateway.text import process
+answer = process._answer
+def faulting(encoder, order):
+    if getattr(order, "text", "") == "fault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return answer(encoder, order)
+process._answer = faulting
+process.main(sys.argv[1:])
+"""
+
+
+async def test_a_text_that_faults_again_in_another_process_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "TEXT_MODULE", ("-P", "-c", FAULTING))
+    async with opened(tmp_path, TextLimits()) as bench:
+        model = await bench.version("tiny")
+        with pytest.raises(FailedPrecondition, match="fails on this text"):
+            await bench.tokeniser.prompt(model, "acme", "fault")
+        assert await bench.tokeniser.prompt(model, "rival", "a b")
+
+
+async def test_files_on_which_a_library_faults_are_refused(bench: Bench, tmp_path: Path) -> None:
+    folder = write_version(tmp_path / "x")
+    loading = asyncio.ensure_future(bench.processes.load("sha256:x", lambda: nullcontext(folder)))
+    with pytest.raises(FailedPrecondition, match="cannot be loaded: the library fails on it"):
+        await asyncio.wait_for(faulting(loading), 20)
+
+
+async def faulting(call: asyncio.Future[T]) -> T:
+    """Return what a call does, of which every process ends on a memory fault."""
+    while not call.done():
+        for process in text_processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSEGV)
+        await asyncio.sleep(0.01)
+    return await call
+
+
 async def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
     async with opened(tmp_path, TextLimits(read_cpu_s=0.5, patience_s=2.0)) as bench:
         model = await bench.version("tiny")
@@ -406,8 +448,8 @@ def test_a_gateway_itself_loads_neither_tokenizers_nor_templates() -> None:
 def text_processes() -> list[psutil.Process]:
     """The text processes of this one that run."""
     found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            if "services.gateway.text.process" in child.cmdline():
-                found.append(child)
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if "services.gateway.text.process" in process.cmdline():
+                found.append(process)
     return found

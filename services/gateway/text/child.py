@@ -56,6 +56,7 @@ class Cause(StrEnum):
     CPU = "cpu"  # the text exceeded its processor time
     MEMORY = "memory"  # the text exceeded its memory; some native libraries abort on a failed allocation
     PANIC = "panic"  # a library failed on it
+    FAULT = "fault"  # so did a native one, at an invalid address; some do where an allocation failed
     HUNG = "hung"  # no answer, although processor time is left
     CRASHED = "crashed"
     STOPPED = "stopped"  # it was not needed
@@ -230,9 +231,12 @@ def _not_started() -> Unavailable:
     return Unavailable("no process can be started to read texts", retry_after_s=1.0)
 
 
+_FAILS: Final = (Cause.PANIC, Cause.FAULT)
 _CAUSES: Final = {
     -signal.SIGPROF: Cause.CPU,
     -signal.SIGABRT: Cause.MEMORY,
+    -signal.SIGSEGV: Cause.FAULT,
+    -signal.SIGBUS: Cause.FAULT,
     EXIT_MEMORY: Cause.MEMORY,
     EXIT_PANIC: Cause.PANIC,
 }
@@ -262,7 +266,7 @@ class TextLimits:
 
     def read_error(self, cause: Cause, size_bytes: int) -> FairwayError:
         """Return the error of a text on which the process ended."""
-        if cause is Cause.PANIC:
+        if cause in _FAILS:
             return FailedPrecondition("this model's tokenizer or chat template fails on this text")
         took = self._took(cause, self.cpu_s(size_bytes))
         if took:
@@ -277,7 +281,7 @@ class TextLimits:
     def picture_error(self, cause: Cause, size_bytes: int) -> FairwayError:
         """Return the error of a picture on which the process ended."""
         took = self._took(cause, self.cpu_s(size_bytes))
-        if took or cause is Cause.PANIC:
+        if took or cause in _FAILS:
             why = f"takes {took}" if took else "fails"
             return InvalidInput(f"decoding the picture {why}", field="images", cause=cause.value)
         return Unavailable("the process that decoded the picture was lost", retry_after_s=1.0)
@@ -285,14 +289,14 @@ class TextLimits:
     def constraint_error(self, cause: Cause) -> FairwayError:
         """Return the error of a constraint on which the process ended."""
         took = self._took(cause, self.constraint_cpu_s)
-        if took or cause is Cause.PANIC:
+        if took or cause in _FAILS:
             why = f"takes {took} to compile: simplify it" if took else "makes its compiler fail"
             return ConstraintRefused(f"the constraint {why}", field="sampling.constraint", cause=cause.value)
         return Unavailable("the process that compiled the constraint was lost", retry_after_s=1.0)
 
     def load_error(self, cause: Cause, version_digest: str) -> FairwayError:
         """Return the error of a version on whose files the process ended."""
-        took = "the library fails on it" if cause is Cause.PANIC else self._took(cause, self.load_cpu_s)
+        took = "the library fails on it" if cause in _FAILS else self._took(cause, self.load_cpu_s)
         if took:
             return FailedPrecondition(
                 f"the version's tokenizer or chat template cannot be loaded: {took}",

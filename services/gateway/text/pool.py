@@ -409,7 +409,8 @@ class TextProcesses:
 
     def _lost(self, version: _Version, job: TextJob, cause: Cause) -> None:
         """The process ended on a text: read it again elsewhere once, or fail it with its cause."""
-        if cause is Cause.CRASHED and not job.retried and self._versions.get(version.digest) is version:
+        may_be_another = cause in (Cause.CRASHED, Cause.FAULT)  # an earlier text may have damaged its memory
+        if may_be_another and not job.retried and self._versions.get(version.digest) is version:
             job.retried = True
             if not job.future.done():
                 version.queue(job).add_first(job.tenant_id, job)

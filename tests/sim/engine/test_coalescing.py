@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -213,7 +213,7 @@ def _script(drawn: list[tuple[float, tuple[Any, ...]]]) -> list[tuple[float, Any
     return script
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(scripts)
 def test_a_window_equals_its_steps(drawn: list[tuple[float, tuple[Any, ...]]]) -> None:
     same(_script(drawn))

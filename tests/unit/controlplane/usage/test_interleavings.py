@@ -11,7 +11,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.controlplane.usage.ledger import UsageLedger
@@ -150,7 +150,7 @@ async def _quietly(call: Awaitable[object]) -> None:
         await call
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(st.integers(0, 2**32))
 def test_every_event_is_booked_once(seed: int) -> None:
     rng = Random(seed)

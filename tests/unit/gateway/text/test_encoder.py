@@ -77,7 +77,11 @@ def test_the_attack_arrives_as_text(encoder: TextEncoder, tokenizer: Tokenizer, 
 
 
 @given(st.lists(st.text(alphabet="<|>endusrsytmabgi \n﷐é", max_size=40), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_no_contents_change_the_structure(encoder: TextEncoder, contents: list[str]) -> None:
     honest = encoder.encode_chat([ChatMessage("user", "x") for _ in contents])
     assert specials(encoder.encode_chat([ChatMessage("user", c) for c in contents])) == specials(honest)

@@ -73,8 +73,12 @@ def _carried(mirror: Mirror[Any, Any]) -> set[str]:
     return {to for to, _ in mirror.writes} - unread
 
 
+# Where a text has to be one of a few names, most of what is drawn is refused.
+UNHURRIED = (HealthCheck.too_slow, HealthCheck.filter_too_much)
+
+
 @pytest.mark.parametrize("mirror", MIRRORS.values(), ids=MIRRORS.keys())
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=25, suppress_health_check=UNHURRIED)
 @given(data=st.data())
 def test_every_field_of_every_message_survives(mirror: Mirror[Any, Any], data: st.DataObject) -> None:
     message = data.draw(messages(mirror.message))

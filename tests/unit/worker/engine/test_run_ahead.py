@@ -33,7 +33,9 @@ from tests.support.run_ahead import RunsAhead
 from tests.unit.worker.engine.prefix.cache_rig import CacheRig, ask
 
 EXAMPLES = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -24,7 +24,9 @@ from tests.support.submits import make_submit
 from tests.unit.worker.engine.speculation.test_speculative_step import speculating
 
 EXAMPLES = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SCORED = 6  # the sequence whose prompt is scored
 COSTS = StepCosts(1e-3, 1e-4, 1e-5, 2e-4, 1e-6, 3e-4)

@@ -140,7 +140,11 @@ def test_a_leader_that_comes_counts_what_runs(alone: Alone) -> None:
     assert [(use.request_id, use.output_tokens, use.ended) for use in after.usage] == [("r1", 2, True)]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_in_any_order_the_credit_holds(bench_factory: Callable[[], Bench], data: st.DataObject) -> None:
     alone = Alone(bench_factory())

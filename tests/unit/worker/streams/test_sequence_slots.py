@@ -206,7 +206,7 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(operations=operations, blocks=st.integers(2, 20))
 def test_whatever_happens_everybody_ends(
     bench_factory: Callable[[], Bench], operations: list[tuple[str, int, int]], blocks: int

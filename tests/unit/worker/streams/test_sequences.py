@@ -473,7 +473,11 @@ def test_a_report_has_levels_and_takes_deltas(bench: Bench, reader: Reader) -> N
 # --- all of it, in any order -----------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_any_order_of_events_leaks_nothing(bench_factory: Callable[[], Bench], data: st.DataObject) -> None:
     bench = bench_factory()

@@ -34,7 +34,9 @@ SAMPLES = (
     "x" * 200,
 )
 words = st.text(alphabet=st.characters(codec="utf-8"), max_size=30) | st.sampled_from(SAMPLES)
-lax = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+lax = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> str:

@@ -20,7 +20,7 @@ def run(stream: TextStream, ids: list[int]) -> str:
     return text + stream.finish()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(ids=IDS, stops=st.lists(st.sampled_from(["ab", "éa", "bb", "😀"]), max_size=2), data=st.data())
 def test_a_resume_changes_nothing(
     byte_level: Tokenizer, ids: list[int], stops: list[str], data: st.DataObject

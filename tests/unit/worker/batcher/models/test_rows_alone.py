@@ -45,7 +45,11 @@ def differs(own: Mapping[str, Any], alone: Mapping[str, Any]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     lengths=st.lists(st.integers(1, POSITIONS), min_size=1, max_size=9),
     spare=st.integers(0, 9),

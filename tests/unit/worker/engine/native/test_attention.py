@@ -153,7 +153,11 @@ def schedule(rng: random.Random, length: int) -> list[int]:
     return sizes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     shape=shapes, seed=st.integers(0, 10**6), lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4)
 )

@@ -23,7 +23,11 @@ from services.worker.engine.sample.sampler import torch_rule_out
 Make = Callable[..., NativeOperators]
 DTYPES = (torch.float32, torch.bfloat16)
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

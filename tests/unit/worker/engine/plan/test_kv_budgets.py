@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.prefix.cache import PrefixCache
@@ -131,7 +131,7 @@ def run(operations: list[tuple[str, str, int, int]], *, cache: type[PrefixCache]
     assert not rig.engine._planner.waiting, "a sequence waits for ever"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(OPERATIONS)
 def test_no_budget_is_ever_exceeded_and_everything_ends(
     operations: list[tuple[str, str, int, int]],

@@ -298,7 +298,11 @@ NEIGHBOURS: list[dict[str, Any]] = [
 ]
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(order=st.permutations(range(len(NEIGHBOURS))), count=st.integers(1, len(NEIGHBOURS)))
 def test_a_row_is_the_same_in_any_company(sequence: Any, order: list[int], count: int) -> None:
     """The adversarial neighbour: biases, masks and penalties of one row never reach another."""
