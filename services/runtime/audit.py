@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 MAX_PENDING: Final = 4096  # entries without a place in the log, from which on changes are refused
 FLUSH_S: Final = 1.0
-PER_FLUSH: Final = 4
+PER_FLUSH: Final = 16
 MAX_WAITING: Final = 256
 MAX_UNSEQUENCED: Final = 64  # entries of one recorder without a place in the log
 
