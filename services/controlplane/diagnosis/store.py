@@ -155,9 +155,8 @@ class SampleStore:
         wanted = request_id.encode()
         found = [
             finished_from_proto(slis_pb2.FinishedRequest.FromString(data))
-            for bucket in list(self._buckets.values())
-            for _, data in chain.from_iterable(list(bucket.requests.values()))
-            if _is_of(data, wanted)
+            for data in self._kept()
+            if (own := _id_of(data)) == wanted or own.startswith(wanted + b"-")
         ]
         return sorted(found, key=lambda one: -one.total_us)
 
@@ -188,19 +187,26 @@ class SampleStore:
     # --- stored objects --------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Read the stored minutes of the last hour. Raises StoreUnavailable."""
+        """Read the stored minutes of the last hour. Raises StoreUnavailable.
+
+        What is in memory stays, once: a process may lead again, and a load may be repeated.
+        """
         now_s = self._clock.unix_s()
         oldest = int((now_s - KEPT_S) // MINUTE_S)
+        known = {_id_of(data) for data in self._kept()}
         for name in await self._store.names(_MINUTES, after=_minute(oldest)):
             try:
                 found = await self._read(name)
             except (IntegrityError, NotFound) as error:
                 log.error("samples.minute_skipped", name=name, error=error.message)
                 continue
-            self._moments.extend(found.moments)
+            moments = {one.unix_s: one for one in chain(self._moments, found.moments)}
+            self._moments.clear()
+            self._moments.extend(moments[unix_s] for unix_s in sorted(moments))
             self._zones |= found.zones
             for request in found.requests:
-                self._put(request, 0.0, now_s)
+                if request.request_id.encode() not in known:
+                    self._put(request, 0.0, now_s)
             self._stored_minute = max(self._stored_minute, int(name.rpartition("/")[2]))
 
     async def store(self) -> None:
@@ -265,6 +271,12 @@ class SampleStore:
         )
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _kept(self) -> Iterator[bytes]:
+        """Yield the encoded requests in memory."""
+        for bucket in list(self._buckets.values()):
+            for _, data in chain.from_iterable(list(bucket.requests.values())):
+                yield data
 
     def _put(self, request: FinishedRequest, skew_s: float, now_s: float) -> None:
         message = finished_to_proto(request)
@@ -340,11 +352,10 @@ def _half(kept: Sequence[tuple[float, bytes]], rng: Random) -> list[tuple[float,
     return [(weight * ratio, data) for weight, data in half]
 
 
-def _is_of(data: bytes, request_id: bytes) -> bool:
-    """Return whether an encoded request, whose first field is its id, has this id or is a part of it."""
-    begin, size = (2, data[1]) if data[1] < 128 else (3, 128)  # an id has at most 128 bytes
-    end = begin + len(request_id)
-    return data.startswith(request_id, begin) and (end == begin + size or data[end : end + 1] == b"-")
+def _id_of(data: bytes) -> bytes:
+    """Return the id of an encoded request: its first field, of at most 128 bytes."""
+    begin, size = (2, data[1]) if data[1] < 128 else (3, 128)
+    return data[begin : begin + size]
 
 
 def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:

@@ -131,6 +131,10 @@ async def test_a_new_leader_has_the_minutes_of_the_one_before(kind: str, tmp_pat
     assert found.requests == expected.requests
     assert found.moments == expected.moments
     assert found.zones == {"worker-0": "b"}
+    unstored = first.find(last_s, clock.now_s + 1)
+    await first.load()  # it leads again
+    assert first.find(0, last_s) == expected
+    assert first.find(last_s, clock.now_s + 1) == unstored
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder"])
