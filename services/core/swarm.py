@@ -11,7 +11,7 @@ holders of a chunk only a random sample is listed, and a node is offered a bound
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -130,7 +130,8 @@ class ChunkSwarm:
         self._count = [0] * chunks  # holders that are not left out
         self._holders: list[list[_Node]] = [[] for _ in range(chunks)]
         self._released: list[int] = []  # chunks in the order in which they got a first holder
-        self._unsent = deque(range(chunks))
+        # Chunks without a holder that come to no node, the next one first.
+        self._unsent = OrderedDict[int, None].fromkeys(range(chunks))
         self._coming: dict[int, int] = {}  # orders from the registry, by chunk
         self._most_coming = LEAST_COMING
         self._came = 0  # chunks that came from the registry since the last look
@@ -211,7 +212,7 @@ class ChunkSwarm:
         assert sum(self._coming.values()) <= MOST_COMING
         assert self._fetching == sum(node.has < self.chunks for node in self._nodes.values())
         lost = {i for i in range(self.chunks) if not self._count[i]} - self._coming.keys()
-        assert lost <= set(self._unsent), "a chunk without a holder is not sent"
+        assert lost == self._unsent.keys(), "what is to be sent is what has no holder and does not come"
 
     # --- nodes ------------------------------------------------------------------------------------
 
@@ -260,6 +261,7 @@ class ChunkSwarm:
         self._count[index] += 1
         if self._count[index] == 1:
             self._released.append(index)
+            self._unsent.pop(index, None)
 
     def _drop(self, node: _Node, index: int) -> None:
         """End an order that is not done; its chunk is offered again."""
@@ -276,14 +278,16 @@ class ChunkSwarm:
         self._coming[index] -= 1
         if not self._coming[index]:
             del self._coming[index]
-            self._unsent.appendleft(index)  # an entry with a holder is skipped when it is met
+            if not self._count[index]:
+                self._unsent[index] = None
+                self._unsent.move_to_end(index, last=False)
 
     def _uncount(self, node: _Node) -> None:
         for index, state in enumerate(node.state):
             if state == _HAS:
                 self._count[index] -= 1
                 if not self._count[index] and index not in self._coming:
-                    self._unsent.append(index)
+                    self._unsent[index] = None
 
     def _accuse(self, node: _Node, accused: _Node, now_s: float) -> None:
         """Avoid the accused for this node; leave it out for all if enough nodes report it."""
@@ -330,13 +334,10 @@ class ChunkSwarm:
         """Return a chunk that no node has, and that comes to none yet."""
         if len(self._coming) >= self._most_coming:
             return None
-        for _ in range(min(_TRIES, len(self._unsent))):
-            index = self._unsent.popleft()
-            if self._count[index] or index in self._coming:
-                continue
+        for index in list(islice(self._unsent, _TRIES)):
             if node.state[index] in (_UNSEEN, _OFFER):
                 return self._order(node, index, None, now_s)
-            self._unsent.append(index)
+            self._unsent.move_to_end(index)
         return None
 
     def _from_peers(self, node: _Node, wanted: int, now_s: float) -> list[ChunkOrder]:
@@ -405,6 +406,7 @@ class ChunkSwarm:
             source.sending += 1
             return ChunkOrder(index, source.peer)
         self._coming[index] = self._coming.get(index, 0) + 1
+        self._unsent.pop(index, None)
         node.given += 1
         return ChunkOrder(index)
 

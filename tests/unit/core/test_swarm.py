@@ -210,6 +210,25 @@ def test_a_new_chunk_that_does_not_arrive_in_time_is_given_to_another() -> None:
     assert nodes.report("a", wanted=1).orders == (ChunkOrder(0),)
 
 
+@pytest.mark.parametrize("held", [10_000, 19_000, 19_999])
+def test_a_node_that_has_most_of_a_version_gets_the_rest_at_once(held: int) -> None:
+    nodes = Nodes(20_000)
+    has = Random(1).sample(range(20_000), held)
+    orders = nodes.join("a", *has, wanted=4).orders
+    assert len(orders) == min(4, 20_000 - held)
+    assert not {order.index for order in orders} & set(has)
+
+
+def test_bitmaps_that_are_sent_again_cost_no_memory() -> None:
+    nodes = Nodes(100)
+    for _ in range(50):
+        nodes.join("a", *range(100))
+        nodes.join("a")
+        nodes.swarm.check_integrity()
+    with_none = nodes.report("a", wanted=8).orders
+    assert len({order.index for order in with_none}) == len(with_none) == LEAST_COMING
+
+
 def test_a_node_that_is_not_known_sends_its_bitmap() -> None:
     nodes = Nodes(4)
     nodes.join("a", 0, 1)
