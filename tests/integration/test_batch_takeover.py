@@ -26,7 +26,7 @@ from tests.support.local_servers import die_with_parent
 from tests.support.memory_batches import BatchStack, running_stack
 from tests.support.stack import ROOT
 
-LINES = 400
+LINES = 1000
 CALLER = Principal("k", KeyRole.TENANT, "acme")
 
 
@@ -80,7 +80,7 @@ async def test_another_gateway_continues(own_etcd: Server, tmp_path: Path, how: 
             stopped = await stack.service.batch(CALLER, batch.batch_id)
             began_s = asyncio.get_running_loop().time()
             await reached(stack, batch, lambda record: record.next_line > stopped.next_line + 40)
-            assert asyncio.get_running_loop().time() - began_s < LEASE_S + 6.0
+            assert asyncio.get_running_loop().time() - began_s < LEASE_S + 15.0
             assert await owner_of(stack, batch) not in ("", first)
             if how is signal.SIGSTOP:
                 os.kill(processes[first].pid, signal.SIGCONT)  # its late writes are refused

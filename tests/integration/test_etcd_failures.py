@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -30,6 +31,13 @@ async def store(own_etcd: Any) -> AsyncIterator[EtcdStore]:
     store = EtcdStore(
         [own_etcd.address], SystemClock(), timeout_s=TIMEOUT_S, progress_s=0.1, silence_s=TIMEOUT_S
     )
+    yield store
+    await store.close()
+
+
+@pytest_asyncio.fixture
+async def patient(own_etcd: Any) -> AsyncIterator[EtcdStore]:
+    store = EtcdStore([own_etcd.address], SystemClock(), timeout_s=MARGIN_S)
     yield store
     await store.close()
 
@@ -65,29 +73,29 @@ async def test_every_call_to_a_frozen_server_ends_on_time(own_etcd: Any, store: 
 
 
 async def test_a_server_that_is_gone_is_refused_at_once_and_found_again(
-    own_etcd: Any, store: EtcdStore
+    own_etcd: Any, patient: EtcdStore
 ) -> None:
-    committed = await store.commit([Put("/k", b"1")])
+    committed = await patient.commit([Put("/k", b"1")])
     assert isinstance(committed, Committed)
-    lease_id = await store.grant_lease(60)
+    lease_id = await patient.grant_lease(60)
     own_etcd.kill()
     with pytest.raises(StoreUnavailable):
-        await store.get("/k")
+        await patient.get("/k")
     await asyncio.to_thread(own_etcd.start)
     async with asyncio.timeout(30):
         while True:
             try:
-                await store.get("/k")
+                await patient.get("/k")
                 break
             except StoreUnavailable:
                 await asyncio.sleep(0.05)
-    entry = await store.get("/k")
+    entry = await patient.get("/k")
     assert entry is not None
     assert entry.mod_revision == committed.revision
-    await store.keep_alive(lease_id)
-    await store.revoke_lease(lease_id)
+    await patient.keep_alive(lease_id)
+    await patient.revoke_lease(lease_id)
     with pytest.raises(LeaseLost):
-        await store.keep_alive(lease_id)
+        await patient.keep_alive(lease_id)
 
 
 async def received(etcd: Any, method: str) -> tuple[int, int]:
@@ -103,24 +111,24 @@ async def received(etcd: Any, method: str) -> tuple[int, int]:
 
 
 async def test_keep_alives_share_a_stream_that_outlives_neither_a_lease_nor_the_server(
-    own_etcd: Any, store: EtcdStore
+    own_etcd: Any, patient: EtcdStore
 ) -> None:
-    lease_id, other_id = await store.grant_lease(60), await store.grant_lease(60)
+    lease_id, other_id = await patient.grant_lease(60), await patient.grant_lease(60)
     for _ in range(3):
-        await asyncio.gather(store.keep_alive(lease_id), store.keep_alive(other_id))
-    await store.revoke_lease(other_id)
+        await asyncio.gather(patient.keep_alive(lease_id), patient.keep_alive(other_id))
+    await patient.revoke_lease(other_id)
     with pytest.raises(LeaseLost):
-        await store.keep_alive(other_id)
-    await store.keep_alive(lease_id)
+        await patient.keep_alive(other_id)
+    await patient.keep_alive(lease_id)
     assert await received(own_etcd, "LeaseKeepAlive") == (1, 8)
     own_etcd.kill()
     await asyncio.to_thread(own_etcd.start)
-    async with asyncio.timeout(MARGIN_S):
+    async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(StoreUnavailable):
-                await store.get("/k")
+                await patient.get("/k")
                 break
-    await store.keep_alive(lease_id)
+    await patient.keep_alive(lease_id)
 
 
 async def test_a_message_is_requested_only_from_a_silent_watch(own_etcd: Any) -> None:
@@ -137,11 +145,14 @@ async def test_a_message_is_requested_only_from_a_silent_watch(own_etcd: Any) ->
         for _ in range(10):
             await asyncio.sleep(0.2)
             await store.commit([Put("/k", b"")])
-        assert await received(own_etcd, "Watch") == (1, 1), "a progress request while events arrive"
-        began_s = time.monotonic()
+        streams, messages = await received(own_etcd, "Watch")
+        # A machine that stalls makes the watch silent for a second.
+        late = sum(int(after - before) for before, after in itertools.pairwise(times))
+        assert (streams, messages <= 1 + late) == (1, True), "a progress request while events arrive"
+        began_s = times[-1]
         await asyncio.sleep(2.5)
         _, messages = await received(own_etcd, "Watch")
-        assert 2 <= messages <= 1 + int(time.monotonic() - began_s), "one a second at most"
+        assert 2 <= messages <= 1 + late + int(time.monotonic() - began_s), "one a second at most"
         assert time.monotonic() - times[-1] < 2.0
     finally:
         watching.cancel()

@@ -240,7 +240,7 @@ ACME = "dedicated/acme"
 
 async def test_rows_whose_only_node_is_lost_are_refused_by_name_and_run_on_no_other(rig: RowRig) -> None:
     shared, own = await rig.add_worker(), await rig.add_worker(node_group=ACME)
-    gateway = rig.add_gateway(RowLimits(queue_ttl_s=2.0))
+    gateway = rig.add_gateway(RowLimits(queue_ttl_s=6.0))
     await served(rig, workers=2)
     asked = rows_request(4, node_group=ACME)
     assert answers(await gateway.runner.run(asked)) == [0, 1, 2, 3]
@@ -253,10 +253,10 @@ async def test_rows_whose_only_node_is_lost_are_refused_by_name_and_run_on_no_ot
         for end in await gateway.runner.run(asked):
             assert end.error is not None, "a row was answered by a node that is gone"
             raise end.error
-    assert SystemClock().monotonic_s() - began_s < 1.8, "it waited for its time in the queue"
+    assert SystemClock().monotonic_s() - began_s < 5.5, "it waited for its time in the queue"
     with pytest.raises(IsolationUnavailable, match=ACME):
         await gateway.runner.run(rows_request(node_group=ACME, waits=True))
-    assert SystemClock().monotonic_s() - began_s > 2.0
+    assert SystemClock().monotonic_s() - began_s > 6.0
     assert answers(await gateway.runner.run(rows_request(2, "beta"))) == [0, 1]
     assert shared.rows.started == 2, "a row ran on a node of another group"
 

@@ -34,6 +34,14 @@ async def limiter(own_redis: Any) -> AsyncIterator[RedisLimiter]:
     await limiter.close()
 
 
+@pytest_asyncio.fixture
+async def patient(own_redis: Any) -> AsyncIterator[RedisLimiter]:
+    """For tests that stop no Redis: it may wait for its disk."""
+    limiter = RedisLimiter(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=MARGIN_S)
+    yield limiter
+    await limiter.close()
+
+
 async def seconds_until_refused(limiter: RedisLimiter, request_id: str) -> float:
     start_s = time.monotonic()
     with pytest.raises(StoreUnavailable):
@@ -68,7 +76,7 @@ async def test_a_frozen_redis_costs_one_timeout_then_nothing(own_redis: Any, lim
         )
     finally:
         own_redis.thaw()
-    await back_within(limiter, 3.0)
+    await back_within(limiter, 30.0)
     await limiter.admit("t", "after", NONE)
 
 
@@ -81,61 +89,61 @@ async def test_a_redis_that_is_gone_is_refused_at_once_and_found_again(
     own_redis.kill()
     assert await seconds_until_refused(limiter, "r3") < TIMEOUT_S + MARGIN_S
     await asyncio.to_thread(own_redis.start)
-    await back_within(limiter, 3.0)
+    await back_within(limiter, 30.0)
     assert await charged(limiter, "t") == Usage(5, 5), "what was acknowledged is on disk"
     assert await limiter.concurrency("t") == 1
     with pytest.raises(RequestRateExceeded):
         await limiter.admit("t", "r3", limits(2, 2))
 
 
-async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, limiter: RedisLimiter) -> None:
-    held = await limiter.admit("t", "r1", NONE)
+async def test_scripts_that_redis_forgot_are_sent_again(own_redis: Any, patient: RedisLimiter) -> None:
+    held = await patient.admit("t", "r1", NONE)
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
     await client.script_flush()
     await client.aclose()
-    await limiter.settle(held, Usage(1, 1))
-    assert await limiter.concurrency("t") == 0
+    await patient.settle(held, Usage(1, 1))
+    assert await patient.concurrency("t") == 0
 
 
 async def test_a_flushed_redis_counts_from_zero_and_nothing_is_stuck(
-    own_redis: Any, limiter: RedisLimiter
+    own_redis: Any, patient: RedisLimiter
 ) -> None:
     most = limits(4, 2)
-    held = [await limiter.admit("t", f"r{number}", most) for number in range(2)]
+    held = [await patient.admit("t", f"r{number}", most) for number in range(2)]
     with pytest.raises(ConcurrencyExceeded):
-        await limiter.admit("t", "r2", most)
+        await patient.admit("t", "r2", most)
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
     await client.flushall()
     await client.aclose()
-    assert await limiter.concurrency("t") == 0
-    anew = [await limiter.admit("t", f"n{number}", most) for number in range(2)]
+    assert await patient.concurrency("t") == 0
+    anew = [await patient.admit("t", f"n{number}", most) for number in range(2)]
     for each in (*held, *anew):
-        await limiter.settle(each, Usage(1, 1))
-    assert await limiter.concurrency("t") == 0, "what ended twice as often as it began is not below zero"
+        await patient.settle(each, Usage(1, 1))
+    assert await patient.concurrency("t") == 0, "what ended twice as often as it began is not below zero"
     for number in range(2):
-        await limiter.settle(await limiter.admit("t", f"m{number}", most), Usage(1, 1))
+        await patient.settle(await patient.admit("t", f"m{number}", most), Usage(1, 1))
     with pytest.raises(RequestRateExceeded):
-        await limiter.admit("t", "late", most)
+        await patient.admit("t", "late", most)
 
 
-async def test_a_redis_without_memory_is_unavailable(own_redis: Any, limiter: RedisLimiter) -> None:
-    await limiter.admit("t", "r1", NONE)
+async def test_a_redis_without_memory_is_unavailable(own_redis: Any, patient: RedisLimiter) -> None:
+    await patient.admit("t", "r1", NONE)
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
     await client.config_set("maxmemory", "1")
     with pytest.raises(StoreUnavailable):
-        await limiter.admit("t", "r2", NONE)
+        await patient.admit("t", "r2", NONE)
     await client.config_set("maxmemory", "0")
     await client.aclose()
-    await limiter.admit("t", "r2", NONE)
+    await patient.admit("t", "r2", NONE)
 
 
-async def test_every_key_expires_and_carries_the_tenants_tag(own_redis: Any, limiter: RedisLimiter) -> None:
+async def test_every_key_expires_and_carries_the_tenants_tag(own_redis: Any, patient: RedisLimiter) -> None:
     for tenant in ("t1", "t2"):
-        held = await admit_metered(limiter, tenant, "r1", limits(10, 10))
-        await limiter.reserve(held, [Claim(Limit(LimitKind.TOKENS, 100), 10)], PRICE)
-        running = await limiter.admit(tenant, "r2", limits(10, 10))
-        await limiter.settle(held, Usage(1, 1))
-        await limiter.renew([(running, Usage(1, 0))])
+        held = await admit_metered(patient, tenant, "r1", limits(10, 10))
+        await patient.reserve(held, [Claim(Limit(LimitKind.TOKENS, 100), 10)], PRICE)
+        running = await patient.admit(tenant, "r2", limits(10, 10))
+        await patient.settle(held, Usage(1, 1))
+        await patient.renew([(running, Usage(1, 0))])
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0", decode_responses=True)
     keys = sorted([key async for key in client.scan_iter()])
     kinds = ("month_micros", "request:r1", "request:r2", "requests", "slots", "tokens")
@@ -145,11 +153,11 @@ async def test_every_key_expires_and_carries_the_tenants_tag(own_redis: Any, lim
     await client.aclose()
 
 
-async def test_a_bucket_outlives_its_key_exactly(own_redis: Any, limiter: RedisLimiter) -> None:
+async def test_a_bucket_outlives_its_key_exactly(own_redis: Any, patient: RedisLimiter) -> None:
     """The rate's key is gone only when the bucket is empty anyway."""
     began_s = time.monotonic()
     for number in range(600):
-        await limiter.admit("t", f"r{number}", limits(600))
+        await patient.admit("t", f"r{number}", limits(600))
     client = redis.asyncio.Redis.from_url(f"redis://{own_redis.address}/0")
     remaining_ms = await client.pttl("fw:{t}:requests")
     leaked_ms = 1000 * (time.monotonic() - began_s)  # since the first, at most
@@ -157,18 +165,18 @@ async def test_a_bucket_outlives_its_key_exactly(own_redis: Any, limiter: RedisL
     assert 60_000 - leaked_ms < remaining_ms <= 61_001
 
 
-async def test_cancelled_calls_leave_usable_connections(own_redis: Any, limiter: RedisLimiter) -> None:
+async def test_cancelled_calls_leave_usable_connections(own_redis: Any, patient: RedisLimiter) -> None:
     for step in range(60):
-        task = asyncio.create_task(limiter.admit("t", f"r{step}", NONE))
+        task = asyncio.create_task(patient.admit("t", f"r{step}", NONE))
         for _ in range(step % 6):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
     for number in range(5):
-        held = await admit_metered(limiter, "u", f"r{number}", limits(slots=1))
-        assert await limiter.concurrency("u") == 1
-        await limiter.settle(held, Usage(1, 1))
-    assert (await charged(limiter, "u")).prompt_tokens == 5
+        held = await admit_metered(patient, "u", f"r{number}", limits(slots=1))
+        assert await patient.concurrency("u") == 1
+        await patient.settle(held, Usage(1, 1))
+    assert (await charged(patient, "u")).prompt_tokens == 5
 
 
 async def test_two_gateways_share_one_limit(own_redis: Any) -> None:
@@ -232,7 +240,7 @@ async def test_an_outage_fails_open_to_the_local_cap_and_settles_afterwards(
         assert gateway.unsettled == 5
     finally:
         own_redis.thaw()
-    await back_within(limiter, 3.0)
+    await back_within(limiter, 30.0)
     await gateway.renew([])
     assert gateway.unsettled == 0
     assert await charged(limiter, "t") == Usage(10, 1), "nothing is metered without the store"
@@ -254,7 +262,7 @@ async def test_slots_of_requests_that_ended_in_an_outage_are_free_right_after_it
             await gateway.settle(reservation, Usage(1, 1))
     finally:
         own_redis.thaw()
-    await back_within(limiter, 3.0)
+    await back_within(limiter, 30.0)
     for number in range(2):
         assert not (await gateway.admit("t", f"s{number}", most)).local
     with pytest.raises(ConcurrencyExceeded):

@@ -28,7 +28,7 @@ SLOW = EngineSettings(
     drain_s=1.0,
     crash_backoff_first_s=0.2,
     failed_backoff_first_s=0.5,
-    timeouts=EngineTimeouts(silence_s=2.5, shutdown_s=5.0),
+    timeouts=EngineTimeouts(silence_s=20.0, shutdown_s=5.0),
 )
 LONG = 3000
 
@@ -85,7 +85,7 @@ async def test_stop_strings_logprobs_and_deadlines(start_worker: Starter) -> Non
     stopped, logged, late = Sink(), Sink(), Sink()
     worker.client.start(worker.spec(max_tokens=300, seed=9, stop=(stop,)), stopped)
     worker.client.start(worker.spec(max_tokens=3, logprobs=0), logged)
-    worker.client.start(worker.spec(max_tokens=LONG, time_left_s=0.3), late)
+    worker.client.start(worker.spec(max_tokens=LONG, time_left_s=1.5), late)
     for sink in (stopped, logged, late):
         await sink.wait()
     assert stopped.finished.reason is FinishReason.STOP
@@ -190,13 +190,13 @@ async def test_files_deleted_under_an_engine_are_fetched_again_when_it_restarts(
 
 
 async def test_a_stopped_engine_is_detected_and_replaced(start_worker: Starter) -> None:
-    worker = await start_worker(SLOW)
+    worker = await start_worker(replace(SLOW, timeouts=EngineTimeouts(silence_s=2.5, shutdown_s=5.0)))
     pid = worker.engine_pid
     sink = Sink()
     worker.client.start(worker.spec(max_tokens=LONG), sink)
     await eventually(lambda: sink.ids)
     os.kill(pid, signal.SIGSTOP)
-    await sink.wait(6.0)
+    await sink.wait(30.0)
     assert sink.finished.reason is FinishReason.ENGINE_LOST
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -297,11 +297,13 @@ async def test_a_version_that_retires_takes_what_was_accepted_for_it_until_nothi
     worker = await start_worker(replace(SLOW, drain_s=0.1, retire_s=1.0))
     pid = worker.engine_pid
     sink, late = Sink(), Sink()
-    worker.client.start(worker.spec(max_tokens=100), sink)
+    running = worker.client.start(worker.spec(max_tokens=100, credit=20), sink)
     await eventually(lambda: sink.ids)
     await worker.assign(replace(worker.version, retiring=True))
     await eventually(lambda: worker.state() is VersionState.RETIRING)
     worker.client.start(worker.spec(max_tokens=150), late)
+    await eventually(lambda: late.accepted)
+    running.credit(1 << 20)
     for each in (sink, late):
         assert (await each.wait()).finished.reason is FinishReason.LENGTH
     assert worker.state() is VersionState.RETIRING
@@ -369,7 +371,7 @@ async def test_a_lost_lease_is_a_new_life_and_running_sequences_go_on(start_work
 async def test_operators_see_and_drain_the_worker(start_worker: Starter) -> None:
     worker = await start_worker(SLOW)
     sink, late = Sink(), Sink()
-    worker.client.start(worker.spec(max_tokens=100), sink)
+    worker.client.start(worker.spec(max_tokens=600), sink)
     await eventually(lambda: sink.ids)
     async with grpc.aio.insecure_channel(worker.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
