@@ -335,7 +335,7 @@ bench-weights: setup-dev ## Compare how a version reaches 24 caches from a thin 
 	$(BENCH) weights -- $(ARGS)
 
 bench-series: setup-dev ## Measure what a fleet writes into Prometheus: series, samples per second, bytes (6 minutes)
-	$(BIN)/python -m bench.series $(ARGS)
+	$(BENCH) series -- $(ARGS)
 
 bench-scheduler: setup-dev ## Measure how many placements a scheduler decides per second of a core
 	$(BENCH) scheduler -- $(ARGS)

@@ -8,7 +8,7 @@ two real ones. The size of the block that Prometheus writes is divided by its sa
 multiplied by the size of the fleet. That product is an extrapolation; queries and the write-ahead log are not
 in it.
 
-The last line is ``RESULT {json}``; SKIPPED without a Prometheus.
+The last line is ``RESULT {json}``; SKIPPED, with status 3, without a Prometheus.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
+from bench.admissions.metering import installation
+from bench.results import print_result
 from bench.stack import free_port
+from bench.store.running import NOT_HERE
 
 SCRAPE_S: Final = 15.0
 BLOCK_S: Final = 7200.0  # a block of Prometheus, whose index is written once
@@ -102,28 +105,16 @@ class SimulatedWorkers:
         ).encode()
 
 
-def fairway(*arguments: str) -> None:
-    """Run the command line. Raises SystemExit with its output when it fails."""
-    command = [sys.executable, "-m", "fairway.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-
-
 def real_pages(folder: Path) -> dict[str, tuple[str, str]]:
     """Return two expositions of each role of an installation under load."""
-    at = ("--state-dir", str(folder / "state"))
-    ports = ("--http-port", str(free_port()), "--grpc-port", str(free_port()))
-    try:
-        fairway("up", "--detach", "--model", "tiny", "--workers", "1", *ports, *at)
-        endpoints = json.loads((folder / "state" / "endpoints.json").read_text())
+    state = folder / "state"
+    with installation(state):
+        endpoints = json.loads((state / "endpoints.json").read_text())
         _load(endpoints, 40)
         before = _pages(endpoints)
         _load(endpoints, 40)
         time.sleep(1.0)
         after = _pages(endpoints)
-    finally:
-        fairway("down", *at)
     return {role: (before[role], after[role]) for role in before}
 
 
@@ -258,7 +249,7 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, float]
     yield "fleet_gb_per_day", whole / SCRAPE_S * 86_400 * per_sample / 1e9
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=200, help="simulated workers that are scraped")
     parser.add_argument("--each-s", type=float, default=5.0, help="seconds between two scrapes of one")
@@ -269,13 +260,14 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which("prometheus") is None:
         print("SKIPPED: no prometheus on the PATH; Debian's package has it")
-        return
+        return NOT_HERE
     with tempfile.TemporaryDirectory(prefix="fairway-series-") as folder:
         found = dict(run(options, Path(folder)))
     for name, value in found.items():
         print(f"{name:28s} {value:16.3f}")
-    print("RESULT", json.dumps({name: round(value, 3) for name, value in found.items()}))
+    print_result(found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
