@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,13 +78,22 @@ def run(options: argparse.Namespace, given: Sequence[str]) -> int:
     beside: Path | None = options.beside.resolve() if options.beside else None
     if beside is not None and not (beside / "bench").is_dir():
         raise StoreError(f"{beside} is no source tree of Fairway", "name a checkout")
+    if beside == ROOT:
+        raise StoreError(f"{beside} is the tree that runs", "name another checkout")
     pairs = [text.partition("=") for text in options.set]
     variants = suite.variants({name: values.split(",") for name, _, values in pairs}, given)
     measured = missed = 0
+    load = os.getloadavg()[0]  # of others: from the second variant on it would be that of the one before
     for arguments in variants:
         try:
             for record in run_variant(
-                options.suite, suite, arguments, starts=starts, beside=beside, state=options.state
+                options.suite,
+                suite,
+                arguments,
+                starts=starts,
+                beside=beside,
+                state=options.state,
+                load=load,
             ):
                 measured += 1
                 missed += bool(record.note)

@@ -47,14 +47,16 @@ def run_variant(
     starts: int,
     beside: Path | None,
     state: str | None,
+    load: float,
 ) -> Iterator[BenchRecord]:
     """Yield the record of this tree, and that of the tree ``beside``, whose starts alternate with ours.
 
-    What the command prints goes to stdout. Raises StoreError where a start fails, SuiteSkipped where there is
+    ``load``: runnable processes over the minute before the first variant. What the command prints goes to
+    stdout. Raises StoreError where a start fails, SuiteSkipped where there is
     nothing to measure with.
     """
     sides = [Side(ROOT), *([Side(beside)] if beside is not None else [])]
-    began, load = datetime.now(UTC), os.getloadavg()[0]
+    began = datetime.now(UTC)
     for number in range(starts):
         for side in sides if number % 2 == 0 else reversed(sides):
             figures, missed = start(suite, arguments, side.tree)

@@ -162,7 +162,7 @@ class RegistryService:
         data = await chunk_of(self._blobs, digest)
         try:
             delta = await in_thread(chunk_delta.encode, data, await chunk_of(self._blobs, base))
-        except (NotFound, ValueError):
+        except (NotFound, IntegrityError, ValueError):
             return b""
         return delta if len(delta) < len(data) else b""
 
