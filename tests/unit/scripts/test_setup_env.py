@@ -92,9 +92,26 @@ def test_failed_installation_says_what_to_do(
     assert "next:" in capsys.readouterr().err
 
 
-def test_a_long_installation_reports_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = "print('Collecting a'); print('Installing collected packages: a, b', flush=True)"
-    code = f"import sys, time; {lines}; time.sleep(0.5); sys.exit(3)"
+def test_a_long_installation_reports_its_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported, report = tmp_path / "reported", setup_env.report
+
+    def noted(text: str) -> None:
+        report(text)
+        if text.endswith("installing 2 packages"):
+            reported.touch()
+
+    monkeypatch.setattr(setup_env, "report", noted)
+    code = f"""
+import os, sys, time
+print('Collecting a')
+print('Installing collected packages: a, b', flush=True)
+ends_s = time.monotonic() + 60
+while not os.path.exists({str(reported)!r}) and time.monotonic() < ends_s:
+    time.sleep(0.02)
+sys.exit(3)
+"""
     assert setup_env.run_reporting([sys.executable, "-c", code], every_s=0.1) == 3
     said = capsys.readouterr().out.splitlines()
     assert said

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from services.core.generation import Prompt
 from services.core.prefix import prefix_chain
-from services.worker.engine.process import AgentConnection, EngineExitCode, step_until_stopped
+from services.worker.engine.process import HEARTBEAT_S, AgentConnection, EngineExitCode, step_until_stopped
 from services.worker.engine_protocol import (
     LENGTH_PREFIX,
     Cancel,
@@ -62,10 +62,10 @@ def test_a_null_engine_streams_and_shuts_down(start: Any, submit: Any) -> None:
 def test_a_null_engine_keeps_its_pace(start: Any, submit: Any) -> None:
     agent = start(null_step_s=0.01)
     agent.ready()
-    agent.send(submit(0, [1], 100))
     started_s = time.monotonic()
+    agent.send(submit(0, [1], 100))
     agent.until(lambda step: 0 in step.finished)
-    assert 0.95 < time.monotonic() - started_s < 10.0
+    assert 0.95 < time.monotonic() - started_s < PATIENCE_S
 
 
 def test_credit_holds_a_stream_and_lets_it_go(start: Any, submit: Any) -> None:
@@ -86,12 +86,15 @@ def test_a_cancel_frees_kv_within_a_step(start: Any, submit: Any) -> None:
     agent.ready()
     agent.send(submit(0, [1] * 40, 100))
     agent.send(submit(1, [1], 100))
-    agent.until(lambda step: sorted(step.handles) == [0, 1])
-    agent.send(Cancel([0]))
-    steps = agent.until(lambda step: step.running == 1)
-    assert len(steps) <= 2  # the step under way, and the next
-    assert steps[-1].handles == [1]
-    assert steps[-1].kv_blocks_used <= 3
+    steps = agent.until(lambda step: sorted(step.handles) == [0, 1])
+    # The sequence that arrives with the cancellation shows from which step on the engine has it.
+    agent.channel.sendall(encode(submit(2, [1], 100)) + encode(Cancel([0])))
+    steps += agent.until(lambda step: 2 in step.handles and 0 not in step.handles)
+    assert sum({0, 2} <= set(step.handles) for step in steps) <= 1
+    before, after = steps[-2:]
+    assert (after.running, sorted(after.handles)) == (2, [1, 2])
+    # The prompt had ten blocks; each of the other two may have taken one.
+    assert after.kv_blocks_used <= before.kv_blocks_used - 10 + 2
 
 
 def test_an_error_of_one_sequence_leaves_the_others(start: Any, submit: Any) -> None:
@@ -112,14 +115,14 @@ def test_an_error_of_one_sequence_leaves_the_others(start: Any, submit: Any) -> 
 
 
 def test_an_idle_engine_beats_and_does_not_spin(start: Any) -> None:
+    began_s = time.monotonic()
     agent = start()
     agent.ready()
     beats = [agent.receive() for _ in range(2)]
     before = cpu_s(agent.process.pid)
-    started_s = time.monotonic()
     beats.append(agent.receive())
     assert all(isinstance(beat, EngineHeartbeat) for beat in beats)
-    assert 0.5 < time.monotonic() - started_s < 10.0
+    assert len(beats) <= (time.monotonic() - began_s) / HEARTBEAT_S + 1
     assert cpu_s(agent.process.pid) - before < 0.2
 
 
