@@ -8,10 +8,13 @@ import itertools
 import socket
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from services.rpc import connections as rpc_connections
 from services.rpc.connections import PERIOD_S, Connections, NewConnections, listening
 from services.runtime.clock import SystemClock
+from tests.support.waiting import until
 
 PATIENCE_S = 10.0
 
@@ -106,18 +109,21 @@ class CountedChecks(Connections):
         await super()._check(port)
 
 
-async def test_connections_are_checked_when_one_arrives_and_not_at_rest(port: Port) -> None:
+async def test_connections_are_checked_when_one_arrives_and_not_at_rest(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_connections, "_CALM_PERIOD_S", 3600.0)
     connections = CountedChecks()
     guarding = asyncio.create_task(connections.guard(SystemClock(), lambda: port.number))
     try:
-        await asyncio.sleep(4 * PERIOD_S)
-        at_rest = connections.checks
+        await until(lambda: connections.checks == 1)  # the first one, which no connection starts
         await asyncio.sleep(5 * PERIOD_S)
-        assert connections.checks == at_rest, "checked at rest"
-        port.connect()
+        assert connections.checks == 1, "checked at rest"
         async with asyncio.timeout(PATIENCE_S):
-            while connections.checks == at_rest:
-                await asyncio.sleep(0.01)
+            while connections.checks == 1:
+                port.connect()
+                await asyncio.sleep(0.06)
+        await asyncio.sleep(3 * PERIOD_S)  # the last connections are still checked
         connections.close_soon("ipv4:127.0.0.1:1")
         checked = connections.checks
         async with asyncio.timeout(PATIENCE_S):

@@ -54,6 +54,7 @@ from services.runtime.fleet_state.indexes import TenantBudgets
 from services.runtime.secrets import Ticket
 from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
+from tests.support.clocks import HandClock
 from tests.support.waiting import until
 from tests.unit.gateway import test_splits
 from tests.unit.gateway.conftest import View
@@ -335,6 +336,7 @@ async def test_what_has_no_output_gets_the_arm_of_a_split_and_is_not_counted_in_
 
 async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gateway) -> None:
     generation = inference_pb2.Generation(model="chat-small", prompt="hi", max_output_tokens=30)
+    gateway.limiter._clock = HandClock(CLOCK.unix_s())  # nothing drains meanwhile
     earlier = Resume(PinnedVersion(DIGEST, 1), (Produced((7,) * 10, 10),), ())
     terms = RunTerms(gateway.received(), 20.0, resume=earlier)
     first = await gateway.limiter.admit("tokens", terms.received.request_id, ())
@@ -343,9 +345,9 @@ async def test_a_resumed_request_is_charged_the_tokens_that_it_adds(gateway: Gat
     admission = gateway.service._admission
     admitted = await admission.admit(who("tokens"), generation, Request(terms, gateway.service._ports))
     assert len(admitted.spec.prompt.ids) == 3
-    assert 967 <= await tokens_left(gateway) <= 969, "20 more than the earlier run's 13 are reserved"
+    assert await tokens_left(gateway) == 967, "20 more than the earlier run's 13 are reserved"
     await gateway.limiter.settle(admitted.reservation, Usage(3, 30))
-    assert 967 <= await tokens_left(gateway) <= 972
+    assert await tokens_left(gateway) == 967
 
 
 async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> None:
@@ -358,7 +360,6 @@ async def test_the_stages_of_a_request_sum_to_its_latency(gateway: Gateway) -> N
     answer = await asking
     clock = answer.finished.clock
     assert clock.validate_us >= 40_000
-    assert clock.admit_us < 40_000
 
 
 async def tokens_left(gateway: Gateway) -> int:
@@ -378,10 +379,11 @@ async def tokens_left(gateway: Gateway) -> int:
 
 
 async def test_an_ended_request_is_charged_the_tokens_that_it_used(gateway: Gateway) -> None:
+    gateway.limiter._clock = HandClock(CLOCK.unix_s())  # nothing drains meanwhile
     done = await gateway.ask(tenant="tokens", max_output_tokens=20)
     used = done.finished.usage.prompt_tokens + done.finished.usage.output_tokens
     assert 0 < used < 100
-    assert 1000 - used <= await tokens_left(gateway) <= 1000 - used + 20, "apart from what drained meanwhile"
+    assert await tokens_left(gateway) == 1000 - used
 
 
 async def test_a_request_above_the_token_rate_is_refused_without_a_slot_or_tokens(gateway: Gateway) -> None:

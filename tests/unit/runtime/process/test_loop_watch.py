@@ -18,6 +18,7 @@ from services.runtime.clock import SystemClock
 from services.runtime.process.health import Check, Health
 from services.runtime.telemetry.metrics import Metrics
 from services.runtime.telemetry.process_metrics import EXIT_STUCK, LATE_S, TICK_S, LoopWatch, quiet_for
+from tests.support.clocks import HandClock
 
 
 async def test_a_stuck_loop_ends_the_process() -> None:
@@ -95,15 +96,28 @@ def test_a_process_that_stood_still_goes_on() -> None:
     assert b"loop.stuck" not in errors
 
 
+class LateClock(HandClock):
+    """Its sleeps last longer by these lags; after them, a sleep does not end."""
+
+    def __init__(self, *lags_s: float) -> None:
+        super().__init__()
+        self.lags_s = list(lags_s)
+
+    async def sleep(self, seconds: float) -> None:
+        if not self.lags_s:
+            await asyncio.Future[None]()
+        await super().sleep(seconds + self.lags_s.pop(0))
+
+
 async def test_a_loop_that_was_late_once_is_fit_for_work() -> None:
-    watch = LoopWatch(Metrics(), SystemClock())
+    clock = LateClock(LATE_S + 0.1, 0.0, 0.0, LATE_S + 0.1, 0.0)
+    watch = LoopWatch(Metrics(), clock)
     task = asyncio.create_task(watch.run())
     try:
-        await asyncio.sleep(0.01)
-        time.sleep(TICK_S + LATE_S + 0.1)
-        for _ in range(30):
-            await asyncio.sleep(0.01)
+        for _ in range(2 * len(clock.lags_s)):
+            await asyncio.sleep(0)
             assert watch.problem() == ""
+        assert not clock.lags_s
     finally:
         task.cancel()
 
