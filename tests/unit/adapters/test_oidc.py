@@ -56,6 +56,7 @@ async def reading(provider: OidcProvider, **changes: Any) -> AsyncIterator[tuple
 
 async def test_a_token_names_its_owner(provider: OidcProvider) -> None:
     async with reading(provider) as (tokens, clock):
+        clock.now_s = time.time()
         text = provider.token(groups=["x", "tenant-admins"], tenant="acme", sub="auth0|ann")
         found = tokens.verify(text)
         assert found == Principal(
@@ -122,6 +123,7 @@ async def test_a_token_without_role_or_tenant_may_do_nothing(
 
 async def test_a_kept_token_ends_at_its_time(provider: OidcProvider) -> None:
     async with reading(provider) as (tokens, clock):
+        clock.now_s = time.time()
         text = provider.token()
         tokens.verify(text)
         clock.now_s += 629

@@ -115,15 +115,15 @@ async def test_a_lost_place_of_keys_refuses_only_who_needs_it(loss: str) -> None
         else:
             here.kms.problem = "not reachable"
         assert await here.left.sealing("acme") == cached
-        async with asyncio.timeout(TIMEOUT_S + 1):
+        async with asyncio.timeout(30):
             with pytest.raises(KeyUnavailable) as refused:
                 await here.left.sealing("cold")
         assert refused.value.retry_after_s
         assert here.left.problem()
-        asked_s = asyncio.get_running_loop().time()
+        failures = here.left.failures
         with pytest.raises(KeyUnavailable):
             await here.left.sealing("cold")
-        assert asyncio.get_running_loop().time() - asked_s < RETRY_S / 2, "a second refusal costs nothing"
+        assert here.left.failures == failures, "a second refusal costs nothing"
         with pytest.raises(KeyUnavailable):
             await here.left.sealing("unknown")
         assert await here.store.get(TENANT_KEYS + "unknown") is None

@@ -61,17 +61,17 @@ async def test_a_timeout_passes_in_time() -> None:
     with pytest.raises(TimeoutError):
         async with LoopTimeout(0.2):
             await asyncio.sleep(60)
-    assert 0.19 < time.monotonic() - began_s < 5
+    assert 0.19 < time.monotonic() - began_s < 50
 
 
 async def test_a_loop_that_stands_still_is_not_the_others_slowness(own_redis: Any) -> None:
     """The answer lies in the socket when the loop goes on, long after the time of the call."""
-    scripts = RedisScripts(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=0.1)
+    scripts = RedisScripts(f"redis://{own_redis.address}/0", SystemClock(), timeout_s=0.5)
     await scripts.connect()
     for _ in range(3):
         calls = [asyncio.create_task(scripts.connect()) for _ in range(200)]
         await asyncio.sleep(0)
-        time.sleep(0.5)
+        time.sleep(0.8)
         await asyncio.gather(*calls)
     assert not scripts.breaker_open
     await scripts.close()

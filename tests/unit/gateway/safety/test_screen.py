@@ -107,7 +107,7 @@ async def screened(
     desk = desk_of(classifiers, metrics=metrics)
     safety = safety_of(pack_of(**pack), desk, None if shadow is None else pack_of(**shadow))
     run.screen = OutputScreen(safety, spec_of(stop), out, earlier, None)
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         return await run.screen.run(run)
 
 
@@ -261,7 +261,7 @@ async def test_without_verdicts_the_policy_decides(fail: str, reason: FinishReas
     metrics, out = Metrics(), Out()
     classifiers = ScriptedClassifiers(error=Unavailable("gone"))
     result = await screened(
-        classifier(fail=fail, hold_s=0.3),
+        classifier(fail=fail, hold_s=3.0),
         Run(list("abcdef")),
         out,
         classifiers=classifiers,

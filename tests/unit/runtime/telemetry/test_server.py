@@ -146,14 +146,16 @@ async def test_what_a_slow_client_does_not_take_is_not_kept_for_it(hasty: Rig) -
     assert (await hasty.get("/healthz"))[0] == 200
 
 
-async def test_a_new_connection_takes_the_place_of_the_oldest_silent_one(rig: Rig) -> None:
-    with contextlib.ExitStack() as silent:
-        for number in range(2 * MAX_CONNECTIONS):
-            source = f"127.0.0.{2 + number // MAX_PER_SOURCE}"
-            silent.enter_context(socket.create_connection(("127.0.0.1", rig.server.port), 5, (source, 0)))
-            await asyncio.sleep(0)
-        assert (await rig.get("/healthz"))[0] == 200
-        assert MAX_PER_SOURCE <= rig.server.connections <= MAX_CONNECTIONS
+async def test_a_new_connection_takes_the_place_of_the_oldest_silent_one() -> None:
+    async with running(Rig(head_timeout_s=60.0)) as rig:
+        address = "127.0.0.1", rig.server.port
+        with contextlib.ExitStack() as silent:
+            for number in range(2 * MAX_CONNECTIONS):
+                source = f"127.0.0.{2 + number // MAX_PER_SOURCE}"
+                silent.enter_context(socket.create_connection(address, 30, (source, 0)))
+                await asyncio.sleep(0)
+            assert (await rig.get("/healthz"))[0] == 200
+            assert MAX_PER_SOURCE <= rig.server.connections <= MAX_CONNECTIONS
 
 
 async def test_a_source_has_a_share_of_the_connections(rig: Rig) -> None:

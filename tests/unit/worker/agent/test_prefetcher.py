@@ -12,6 +12,7 @@ from typing import Any
 from services.core.records import AssignedVersion
 from services.runtime.clock import SystemClock
 from services.worker.agent.prefetcher import Prefetcher
+from tests.support.waiting import until
 
 OLD, NEXT = AssignedVersion("chat", "tiny", "sha256:0"), AssignedVersion("chat", "tiny", "sha256:1")
 
@@ -54,12 +55,6 @@ async def running(root: Path, pins: dict[str, int]) -> AsyncIterator[Prefetcher]
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_what_a_revert_needs_is_pinned_until_it_is_not_needed(tmp_path: Path) -> None:

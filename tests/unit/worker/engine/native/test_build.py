@@ -26,7 +26,8 @@ def cache(tmp_path: Path) -> Path:
 
 def uses(tmp_path: Path) -> int:
     """Return how often the compiler compiled."""
-    return sum(" -c " in line for line in (tmp_path / "log").read_text().splitlines())
+    log = tmp_path / "log"
+    return sum(" -c " in line for line in log.read_text().splitlines()) if log.exists() else 0
 
 
 def test_the_second_time_it_is_found(compiler: MakeCompiler, cache: Path, tmp_path: Path) -> None:
@@ -87,12 +88,14 @@ def test_a_compiler_that_fails_says_why(compiler: MakeCompiler, cache: Path, bod
 def test_a_compiler_that_hangs_is_ended_with_its_children(
     compiler: MakeCompiler, cache: Path, tmp_path: Path
 ) -> None:
-    toolchain = compiler(f"(sleep 2; touch {tmp_path}/survived) & sleep 60", timeout_s=0.5)
+    child = f"while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; touch {tmp_path}/survived"
+    toolchain = compiler(f"({child}) & sleep 60", timeout_s=2.0)
     began_s = time.monotonic()
-    with pytest.raises(BuildFailed, match="longer than"):
+    with pytest.raises(BuildFailed, match=r"longer than|no time is left"):
         build(cache, toolchain)
-    assert time.monotonic() - began_s < 20
-    time.sleep(2.2)
+    assert time.monotonic() - began_s < 50
+    (tmp_path / "go").touch()
+    time.sleep(0.5)
     assert not (tmp_path / "survived").exists()
 
 
@@ -102,9 +105,9 @@ def test_compilers_share_one_deadline(compiler: MakeCompiler, cache: Path, tmp_p
     began_s = time.monotonic()
     with pytest.raises(BuildFailed) as failed:
         build(cache, Toolchain(names, timeout_s=1.0))
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 50
     first, *others = str(failed.value).split("; ")
-    assert "longer than" in first
+    assert "longer than" in first or "no time is left for it" in first
     assert [other.rpartition(": ")[2] for other in others] == ["no time is left for it"] * 2
     assert uses(tmp_path) <= 1
     assert list(cache.iterdir()) == []
