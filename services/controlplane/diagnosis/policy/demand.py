@@ -152,7 +152,7 @@ class DemandSuspects:
     def _prompts(self, tenant: str) -> Iterator[Suspect]:
         before, after = self._uses[tenant]
         masks = both(self._found, "tenant", tenant)
-        if not enough(masks) or after.prompt < LEAST_GROWTH * before.prompt:
+        if not enough(masks) or after.prompt < LEAST_GROWTH * max(1.0, before.prompt):
             return
         found, ratio = self._found, before.prompt / after.prompt
         own = found.window.parts[SpentOn.OWN_PREFILL] + found.window.parts[SpentOn.ROWS]

@@ -31,7 +31,7 @@ from services.controlplane.diagnosis.policy.samples import (
 )
 from services.controlplane.diagnosis.policy.suspects import CauseKind, Suspect, suspects_of
 from services.core.estimates.finished import FinishedRequest
-from services.core.generation import StageClock
+from services.core.generation import StageClock, Usage
 from tests.support import drawn_windows as draws
 from tests.support.drawn_windows import World, drawn, drawn_rows
 
@@ -156,6 +156,16 @@ def test_what_grows_while_latency_does_not_is_no_cause() -> None:
     world = replace(USUAL.with_tenant("dora", per_s=2.5), admit_s=0.05)
     found = diagnose(evidence(usual(1), BASELINE_S), evidence(drawn(world, WINDOW_S[0], 30.0, 9), WINDOW_S))
     assert [(one.kind, one.subject) for one in found.causes] == [("quota_store_slow", "redis")]
+
+
+def test_requests_without_prompt_tokens_are_compared_like_any() -> None:
+    """A mean of 0 tokens in both times is no growth, and divides nothing."""
+    sides = [
+        [structs.replace(one, usage=Usage(0, one.usage.output_tokens)) for one in requests]
+        for requests in (usual(1), window_of("redis", 1))
+    ]
+    found = diagnose(evidence(sides[0], BASELINE_S), evidence(sides[1], WINDOW_S))
+    assert [(one.kind, one.subject) for one in found.causes][:1] == [("quota_store_slow", "redis")]
 
 
 def test_loaded_hosts_are_no_slow_store() -> None:
