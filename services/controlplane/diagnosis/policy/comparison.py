@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.quantiles import bucket_means, quantile, rises
+from services.controlplane.diagnosis.policy.quantiles import allocated, bucket_means, quantile
 from services.controlplane.diagnosis.policy.samples import (
     VALIDATE,
     FittedPrices,
@@ -26,6 +26,9 @@ from services.controlplane.diagnosis.policy.samples import (
 
 BUCKETS: Final = 12  # buckets of a window, so that a trend in it can be tested
 LEAST_BUCKET_S: Final = 2.0
+T = TypeVar("T")
+Columns = tuple[Floats, Floats]  # a value of each request or bucket, in the baseline and in the window
+Masks = tuple[Mask, Mask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Side:
 class TwoTimes:
     """A model's baseline and window, under one metric and level. ``prices`` are those of the baseline."""
 
+    model: str
     metric: Metric
     level: float
     baseline: Side
@@ -92,34 +96,68 @@ class TwoTimes:
 
         Where it grew, hosts are loaded, and whatever they do takes as many times as long.
         """
-        found = [
-            quantile(side.samples.stages[:, VALIDATE], side.samples.weight, 0.5)
-            for side in (self.baseline, self.window)
-        ]
+        found = self.both(lambda side: quantile(side.samples.stages[:, VALIDATE], side.samples.weight, 0.5))
         return max(1.0, found[1] / found[0]) if found[0] > 0 else 1.0
 
     def explained_s(self, values: Floats, weights: Floats) -> float:
         """Return by how much lower the quantile of the window is with these values and weights."""
         return self.after_s - quantile(values, weights, self.level)
 
-    def chance(self, values: tuple[Floats, Floats], masks: tuple[Mask, Mask]) -> float:
-        """Return the probability of the rise of the means of buckets by chance."""
-        return rises(self.baseline.means(values[0], masks[0]), self.window.means(values[1], masks[1]))
+    # --- both times at once ----------------------------------------------------------------------
 
-    def part_means(self, part: SpentOn) -> tuple[float, float]:
-        """Return the mean of a part in both times; of a batch it is that of one step."""
-        found = []
-        for side in (self.baseline, self.window):
-            column = side.parts[part]
-            everyone = np.ones(len(column), dtype=bool)
-            found.append(side.mean(column, everyone))
+    def both(self, of: Callable[..., T], *each: tuple[Any, Any]) -> tuple[T, T]:
+        """Return a function of both times. ``each``: more arguments, one for each time."""
+        return of(self.baseline, *(one[0] for one in each)), of(self.window, *(one[1] for one in each))
+
+    @cached_property
+    def everyone(self) -> Masks:
+        return self.both(lambda side: np.ones(len(side.samples), bool))
+
+    def column(self, name: str) -> tuple[Any, Any]:
+        return self.both(lambda side: getattr(side.samples, name))
+
+    def masks(self, name: str, *values: str) -> Masks:
+        """Return which requests have one of these values in a column."""
+        return self.both(lambda side: np.isin(getattr(side.samples, name), values))
+
+    def part(self, part: SpentOn) -> Columns:
+        return self.both(lambda side: side.parts[part])
+
+    def means(self, columns: Columns, masks: Masks) -> tuple[float, float]:
+        return self.both(Side.mean, columns, masks)
+
+    def by_bucket(self, columns: Columns, masks: Masks) -> Columns:
+        """Return the means of buckets."""
+        return self.both(Side.means, columns, masks)
+
+    def rates(self, masks: Masks) -> Columns:
+        """Return the arrivals per second in each bucket."""
+        return self.both(lambda side, mask: side.rates(mask, self.bucket_s), masks)
+
+    @cached_property
+    def tails(self) -> Columns:
+        """Return the ratio of each bucket's requests that are slower than the baseline's quantile."""
+        slow = self.both(lambda side: (side.parts.total > self.before_s).astype(float))
+        return self.by_bucket(slow, self.everyone)
+
+    def allocated(self, table: Callable[[Side], Floats]) -> Columns:
+        """Return what each column of a table contributes to the quantile."""
+        return self.both(
+            lambda side: allocated(side.parts.total, side.samples.weight, self.level, table(side))
+        )
+
+    def excess(self, part: SpentOn, least_s: float = 0.0) -> Floats:
+        """Return what the window's requests would save of a part if its mean were the usual one.
+
+        The mean of a batch is that of one step. Nothing is saved where it grew by ``least_s`` or less.
+        """
+        usual_s, now_s = self.means(self.part(part), self.everyone)
         if part is SpentOn.BATCH:
-            steps = [
-                side.mean(side.samples.before[:, 0] + side.samples.after[:, 0], side.samples.weight > 0)
-                for side in (self.baseline, self.window)
-            ]
-            found = [value / max(1e-9, count) for value, count in zip(found, steps, strict=True)]
-        return found[0], found[1]
+            columns = self.both(lambda side: side.samples.before[:, 0] + side.samples.after[:, 0])
+            steps = self.means(columns, self.everyone)
+            usual_s, now_s = usual_s / max(1e-9, steps[0]), now_s / max(1e-9, steps[1])
+        ratio = 1 - usual_s / now_s if now_s > usual_s + least_s else 0.0
+        return np.asarray(ratio * self.window.parts[part])
 
 
 def compare(
@@ -140,6 +178,7 @@ def compare(
 
     asked = window[2].where(_of(window[2], model, metric))
     return TwoTimes(
+        model,
         metric,
         level,
         side(baseline[0], baseline[1], usual, baseline[3]),

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import TwoTimes
-from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Metric, SpentOn
+from services.controlplane.diagnosis.policy.comparison import Masks, Side, TwoTimes
+from services.controlplane.diagnosis.policy.samples import DECODE, Floats, Mask, Metric, SpentOn
 from services.controlplane.diagnosis.policy.suspects import (
     LEAST_ARRIVALS,
     LEAST_EXCESS_S,
@@ -17,7 +17,6 @@ from services.controlplane.diagnosis.policy.suspects import (
     LEAST_REQUESTS,
     CauseKind,
     Suspect,
-    both,
     enough,
     ms,
     suspect_of,
@@ -65,12 +64,12 @@ class DemandSuspects:
         self._uses = {tenant: self._use(tenant) for tenant in self._tenants}
         self._price = self._output_price()
         self._load, self._prefills = self._shares()
+        self._waits = sum(found.excess(part) for part in _LOAD_PARTS)
 
     def suspects(self) -> Iterator[Suspect]:
         yield from self._cache()
         for tenant in self._tenants:
-            yield from self._prompts(tenant)
-            yield from self._outputs(tenant)
+            yield from self._lengths(tenant)
             yield from self._arrivals(tenant)
         yield from self._overtaken()
         yield from self._capacity()
@@ -78,19 +77,16 @@ class DemandSuspects:
     # --- figures ---------------------------------------------------------------------------------
 
     def _use(self, tenant: str) -> tuple[_Use, _Use]:
-        found = []
-        masks = both(self._found, "tenant", tenant)
-        for side, mask in zip((self._found.baseline, self._found.window), masks, strict=True):
-            samples = side.samples
-            prompt = side.mean(samples.prompt, mask)
-            hits = side.mean(samples.cached, mask) / prompt if prompt else 0.0
-            found.append(_Use(side.rate(mask), prompt, hits, side.mean(samples.output, mask)))
-        return found[0], found[1]
+        def use(side: Side, mask: Mask) -> _Use:
+            prompt = side.mean(side.samples.prompt, mask)
+            hits = side.mean(side.samples.cached, mask) / prompt if prompt else 0.0
+            return _Use(side.rate(mask), prompt, hits, side.mean(side.samples.output, mask))
+
+        return self._found.both(use, self._found.masks("tenant", tenant))
 
     def _output_price(self) -> float:
         """Return the seconds of device time per output token in the baseline: its part of a step."""
-        samples, prices = self._found.baseline.samples, self._found.prices
-        steps = samples.after.sum(axis=0) if len(samples) else np.zeros(5)
+        prices, steps = self._found.prices, self._found.baseline.samples.after.sum(axis=0)
         if steps[3] <= 0:
             return prices.decode_s
         return float(prices.without_prefill(steps[None, :])[0] / steps[3])
@@ -129,134 +125,81 @@ class DemandSuspects:
 
     def _capacities(self) -> tuple[float, float]:
         """Return the workers that served in both times, as far as the fleet's records or the samples show."""
-        found = []
-        model = str(self._found.window.samples.model[0])
-        for side in (self._found.baseline, self._found.window):
+        model = self._found.model
+
+        def capacity(side: Side) -> float:
             ready = [moment.ready[model] for moment in side.moments if model in moment.ready]
-            workers = len({one for one in side.samples.worker if one})
-            found.append(float(np.mean(ready)) if ready else float(workers))
-        return found[0], found[1]
+            return float(np.mean(ready)) if ready else float(len({one for one in side.samples.worker if one}))
+
+        return self._found.both(capacity)
 
     def _unloaded(self, key: tuple[str, str]) -> Floats:
         """Return what the window's requests would save of waits without this factor's growth."""
-        found, saved = self._found, np.zeros(len(self._found.window.samples))
-        for part in (*_LOAD_PARTS, SpentOn.NEIGHBOURS):
-            usual_s, now_s = found.part_means(part)
-            share = (self._prefills if part is SpentOn.NEIGHBOURS else self._load).get(key, 0.0)
-            if now_s > usual_s and share:
-                saved = saved + share * found.window.parts[part] * (1 - usual_s / now_s)
-        return np.asarray(saved)
+        prefills = self._prefills.get(key, 0.0) * self._found.excess(SpentOn.NEIGHBOURS)
+        return np.asarray(self._load.get(key, 0.0) * self._waits + prefills)
 
     # --- suspects --------------------------------------------------------------------------------
 
-    def _prompts(self, tenant: str) -> Iterator[Suspect]:
-        before, after = self._uses[tenant]
-        masks = both(self._found, "tenant", tenant)
-        if not enough(masks) or after.prompt < LEAST_GROWTH * max(1.0, before.prompt):
+    def _lengths(self, tenant: str) -> Iterator[Suspect]:
+        """Yield the tenant's prompts and its outputs, if they grew."""
+        found, masks = self._found, self._found.masks("tenant", tenant)
+        if not enough(masks):
             return
-        found, ratio = self._found, before.prompt / after.prompt
         own = found.window.parts[SpentOn.OWN_PREFILL] + found.window.parts[SpentOn.ROWS]
-        saved = np.where(masks[1], own * (1 - ratio), 0.0)
-        columns = found.baseline.samples.prompt, found.window.samples.prompt
-        yield suspect_of(
-            found,
-            CauseKind.PROMPTS_GREW,
-            tenant,
-            saved + self._unloaded((tenant, "prompt")),
-            columns,
-            masks,
-            f"prompts of {tenant}: {before.prompt:.0f} tokens on average, then {after.prompt:.0f}",
-        )
-
-    def _outputs(self, tenant: str) -> Iterator[Suspect]:
-        before, after = self._uses[tenant]
-        masks = both(self._found, "tenant", tenant)
-        if not enough(masks) or after.output < LEAST_GROWTH * max(1.0, before.output):
-            return
-        found, saved = self._found, np.zeros(len(masks[1]))
+        decode = np.zeros(len(masks[1]))
         if found.metric is Metric.TOTAL:
             decode = found.window.samples.stages[:, DECODE] - found.window.parts[SpentOn.READER]
-            saved = np.where(masks[1], np.maximum(0.0, decode) * (1 - before.output / after.output), 0.0)
-        columns = found.baseline.samples.output, found.window.samples.output
-        yield suspect_of(
-            found,
-            CauseKind.OUTPUTS_GREW,
-            tenant,
-            saved + self._unloaded((tenant, "output")),
-            columns,
-            masks,
-            f"outputs of {tenant}: {before.output:.0f} tokens on average, then {after.output:.0f}",
-        )
+        for kind, name, spent in (
+            (CauseKind.PROMPTS_GREW, "prompt", own),
+            (CauseKind.OUTPUTS_GREW, "output", np.maximum(0.0, decode)),
+        ):
+            before, after = (getattr(use, name) for use in self._uses[tenant])
+            if after < LEAST_GROWTH * max(1.0, before):
+                continue
+            saved = np.where(masks[1], spent * (1 - before / after), 0.0) + self._unloaded((tenant, name))
+            text = f"{name}s of {tenant}: {before:.0f} tokens on average, then {after:.0f}"
+            yield suspect_of(found, kind, tenant, saved, found.column(name), masks, text)
 
     def _cache(self) -> Iterator[Suspect]:
-        fallen = []
+        found, fallen = self._found, dict[str, tuple[Floats, Masks, str]]()
         for tenant, (before, after) in self._uses.items():
-            masks = both(self._found, "tenant", tenant)
-            if enough(masks) and before.hit_ratio - after.hit_ratio >= LEAST_HITS:
-                fallen.append((tenant, masks, before, after))
-        cached = [tenant for tenant, (before, _) in self._uses.items() if before.hit_ratio >= LEAST_HITS]
-        found = self._found
-        columns = tuple(
-            side.samples.cached / np.maximum(1.0, side.samples.prompt)
-            for side in (found.baseline, found.window)
-        )
-        whole = len(fallen) > 1 and len(fallen) == len(cached)
-        model_saved = np.zeros(len(found.window.samples))
-        for tenant, masks, before, after in fallen:
-            lost = after.uncached and (before.hit_ratio - after.hit_ratio) * after.prompt / after.uncached
+            masks, fell = found.masks("tenant", tenant), before.hit_ratio - after.hit_ratio
+            if not enough(masks) or fell < LEAST_HITS:
+                continue
+            lost = after.uncached and fell * after.prompt / after.uncached
             saved = np.where(masks[1], found.window.parts[SpentOn.OWN_PREFILL] * lost, 0.0)
             saved = saved + self._unloaded((tenant, "cache"))
-            model_saved = model_saved + saved
             ratios = f"{before.hit_ratio:.0%} of its prompt tokens, then {after.hit_ratio:.0%}"
-            text = f"cache hits of {tenant}: {ratios}"
-            if not whole:
-                yield suspect_of(
-                    found,
-                    CauseKind.CACHE_HITS_FELL,
-                    tenant,
-                    saved,
-                    (columns[0], columns[1]),
-                    masks,
-                    text,
-                    falls=True,
-                )
-        if whole:
-            names = [tenant for tenant, *_ in fallen]
-            masks = np.isin(found.baseline.samples.tenant, names), np.isin(found.window.samples.tenant, names)
+            fallen[tenant] = saved, masks, f"cache hits of {tenant}: {ratios}"
+        had = sum(before.hit_ratio >= LEAST_HITS for before, _ in self._uses.values())
+        if 1 < len(fallen) == had:
+            whole = np.asarray(sum(saved for saved, *_ in fallen.values()))
+            text = f"cache hits fell for all {had} tenants that had any"
+            fallen = {found.model: (whole, found.masks("tenant", *fallen), text)}
+        columns = found.both(lambda side: side.samples.cached / np.maximum(1.0, side.samples.prompt))
+        for subject, (saved, masks, text) in fallen.items():
             yield suspect_of(
-                found,
-                CauseKind.CACHE_HITS_FELL,
-                str(found.window.samples.model[0]),
-                model_saved,
-                (columns[0], columns[1]),
-                masks,
-                f"cache hits fell for all {len(names)} tenants that had any",
-                falls=True,
+                found, CauseKind.CACHE_HITS_FELL, subject, saved, columns, masks, text, falls=True
             )
 
     def _arrivals(self, tenant: str) -> Iterator[Suspect]:
         """Yield a tenant that sends more: as a neighbour if its prompts stand in the steps of others."""
         found = self._found
         before, after = self._uses[tenant]
-        masks = both(found, "tenant", tenant)
+        masks = found.masks("tenant", tenant)
         if masks[1].sum() < LEAST_REQUESTS or after.rate < LEAST_ARRIVALS * before.rate:
             return
-        figure = (
-            found.baseline.rates(masks[0], found.bucket_s),
-            found.window.rates(masks[1], found.bucket_s),
-        )
-        others = tuple(~mask for mask in masks)
+        others = ~masks[0], ~masks[1]
         uncached = [
             float(np.average(np.maximum(0.0, one.prompt - one.cached), weights=one.weight))
             for one in (found.window.samples.where(masks[1]), found.window.samples.where(others[1]))
             if len(one)
         ]
         is_long = len(uncached) == 2 and uncached[0] >= LONG_PROMPTS * uncached[1]
-        grown = {
-            part: found.window.mean(found.window.parts[part], others[1])
-            - found.baseline.mean(found.baseline.parts[part], others[0])
-            for part in (SpentOn.NEIGHBOURS, SpentOn.QUEUE, SpentOn.BATCH)
-        }
+        grown = {}
+        for part in (SpentOn.NEIGHBOURS, SpentOn.QUEUE, SpentOn.BATCH):
+            usual_s, now_s = found.means(found.part(part), others)
+            grown[part] = now_s - usual_s
         noisy = is_long and grown[SpentOn.NEIGHBOURS] >= max(grown[SpentOn.QUEUE], grown[SpentOn.BATCH])
         weights = np.where(masks[1], before.rate / after.rate, 1.0) * found.window.samples.weight
         values = found.window.parts.total - self._unloaded((tenant, "rate"))
@@ -272,43 +215,25 @@ class DemandSuspects:
             values,
             weights,
             tuple(texts),
-            figure,
+            found.rates(masks),
         )
 
     def _overtaken(self) -> Iterator[Suspect]:
         """Yield the classes that wait because higher ones ask for more."""
         found = self._found
         classes = sorted(values_of(found, "priority"), key=lambda name: _RANKS.get(name, 0))
-        waits = [
-            side.parts[SpentOn.QUEUE] + side.parts[SpentOn.RETURNING]
-            for side in (found.baseline, found.window)
-        ]
+        waits = found.both(lambda side: side.parts[SpentOn.QUEUE] + side.parts[SpentOn.RETURNING])
+        tokens = found.both(lambda side: side.samples.prompt - side.samples.cached + side.samples.output)
         for place, name in enumerate(classes[:-1]):
-            masks = both(found, "priority", name)
-            higher = tuple(
-                np.isin(side.samples.priority, classes[place + 1 :])
-                for side in (found.baseline, found.window)
-            )
-            usual_s, now_s = found.baseline.mean(waits[0], masks[0]), found.window.mean(waits[1], masks[1])
-            above_s = found.window.mean(waits[1], higher[1]) - found.baseline.mean(waits[0], higher[0])
-            works = [
-                float(
-                    (side.samples.weight * (side.samples.prompt - side.samples.cached + side.samples.output))[
-                        mask
-                    ].sum()
-                )
-                / side.lasted_s
-                for side, mask in zip((found.baseline, found.window), higher, strict=True)
-            ]
-            grown_s = now_s - usual_s
+            masks, higher = found.masks("priority", name), found.masks("priority", *classes[place + 1 :])
+            usual_s, now_s = found.means(waits, masks)
+            before_s, after_s = found.means(waits, higher)
+            works = found.both(_per_second, tokens, higher)
+            grown_s, above_s = now_s - usual_s, after_s - before_s
             if not enough(masks) or grown_s < LEAST_EXCESS_S or works[1] < LEAST_ARRIVALS * works[0]:
                 continue
             if above_s > 0.5 * grown_s:
                 continue  # all classes wait alike
-            figure = (
-                found.baseline.rates(higher[0], found.bucket_s),
-                found.window.rates(higher[1], found.bucket_s),
-            )
             preempted = found.window.mean(found.window.samples.preemptions, masks[1])
             values = found.window.parts.total - np.where(masks[1], np.maximum(0.0, waits[1] - usual_s), 0.0)
             yield Suspect(
@@ -322,19 +247,18 @@ class DemandSuspects:
                     f"higher classes requested {works[0]:.0f} tokens per second, then {works[1]:.0f}",
                     f"control: the wait of higher classes changed by {ms(above_s)}",
                 ),
-                figure,
+                found.rates(higher),
             )
 
     def _capacity(self) -> Iterator[Suspect]:
         before, after = self._capacities()
         if after >= 0.9 * before or not after:
             return
-        found, model = self._found, str(self._found.window.samples.model[0])
+        found, model = self._found, self._found.model
         lost = before - after
-        columns = [
-            np.array([float(moment.ready.get(model, 0)) for moment in side.moments])
-            for side in (found.baseline, found.window)
-        ]
+        columns = found.both(
+            lambda side: np.array([float(moment.ready.get(model, 0)) for moment in side.moments])
+        )
         yield Suspect(
             CauseKind.CAPACITY_LOST,
             model,
@@ -344,6 +268,10 @@ class DemandSuspects:
             (-columns[0], -columns[1]),
             1.0 if len(columns[0]) and len(columns[1]) else 1e-6,
         )
+
+
+def _per_second(side: Side, values: Floats, mask: Mask) -> float:
+    return side.mean(values, mask) * side.rate(mask)
 
 
 def _positive(values: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:

@@ -14,9 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Side, TwoTimes, compare
+from services.controlplane.diagnosis.policy.comparison import TwoTimes, compare
 from services.controlplane.diagnosis.policy.demand import DemandSuspects
-from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, ratio_interval
+from services.controlplane.diagnosis.policy.quantiles import change_point, quantile, ratio_interval, rises
 from services.controlplane.diagnosis.policy.samples import (
     STAGES,
     FleetMoment,
@@ -131,23 +131,23 @@ def diagnose(
     """Return the diagnosis of a model, or without a name of the model whose quantile rose most certainly."""
     names = [model] if model else sorted({str(one) for one in window.samples.model if one})
     sides = [(one.begin_s, one.end_s, one.samples, one.moments) for one in (baseline, window)]
-    found = [(name, compare(name, metric, level, sides[0], sides[1])) for name in names]
-    enough = [(name, one) for name, one in found if _is_enough(one)]
-    if not enough:
+    found = [compare(name, metric, level, sides[0], sides[1]) for name in names]
+    changes = [(_change(one), one) for one in found if _is_enough(one)]
+    if not changes:
         return _too_little(baseline, window, model, metric, level)
-    changes = [(_change(one), name, one) for name, one in enough]
     changed = [each for each in changes if each[0].certain]
+    change, one = max(changed or changes, key=lambda each: each[0].low)
+    measured = _measured(one, baseline, window)
     if not changed:
-        change, name, one = max(changes, key=lambda each: each[0].low)
-        return _unchanged(one, change, _measured(one, name, baseline, window), len(enough))
-    change, name, one = max(changed, key=lambda each: each[0].low)
-    return _explain(one, change, _measured(one, name, baseline, window), len(names))
+        return _unchanged(one, change, measured, len(changes))
+    return _explain(one, change, measured, len(names))
 
 
 def _is_enough(one: TwoTimes) -> bool:
     return all(
-        len(side.samples) >= LEAST_SAMPLES and len(np.unique(side.buckets)) >= LEAST_TIMES
-        for side in (one.baseline, one.window)
+        one.both(
+            lambda side: len(side.samples) >= LEAST_SAMPLES and len(np.unique(side.buckets)) >= LEAST_TIMES
+        )
     )
 
 
@@ -162,12 +162,9 @@ class _Change:
 
 
 def _change(one: TwoTimes) -> _Change:
-    sides = [(side.parts.total, side.samples.weight, side.buckets) for side in (one.baseline, one.window)]
-    low, high = ratio_interval(sides[0], sides[1], one.level)
-    limit = one.before_s
-    tails = [(side.parts.total > limit).astype(float) for side in (one.baseline, one.window)]
-    everyone = [np.ones(len(tail), bool) for tail in tails]
-    chance = one.chance((tails[0], tails[1]), (everyone[0], everyone[1]))
+    sides = one.both(lambda side: (side.parts.total, side.samples.weight, side.buckets))
+    low, high = ratio_interval(*sides, one.level)
+    chance = rises(*one.tails)
     certain = (
         one.after_s >= LEAST_RATIO * one.before_s
         and one.change_s >= LEAST_RISE_S[one.metric]
@@ -198,10 +195,7 @@ def _head(one: TwoTimes, change: _Change) -> str:
 
 
 def _stages(one: TwoTimes) -> tuple[StageChange, ...]:
-    columns = [
-        allocated(side.parts.total, side.samples.weight, one.level, side.samples.stage_parts(one.metric))
-        for side in (one.baseline, one.window)
-    ]
+    columns = one.allocated(lambda side: side.samples.stage_parts(one.metric))
     whole = one.change_s
     return tuple(
         StageChange(
@@ -214,17 +208,17 @@ def _stages(one: TwoTimes) -> tuple[StageChange, ...]:
     )
 
 
-def _measured(one: TwoTimes, name: str, baseline: Evidence, window: Evidence) -> Diagnosis:
+def _measured(one: TwoTimes, baseline: Evidence, window: Evidence) -> Diagnosis:
     """Return the answer's figures, with no cause so far."""
     prices = one.prices
     return Diagnosis(
         DiagnosisVerdict.NO_CAUSE_FOUND,
         "",
-        name,
+        one.model,
         one.metric,
         one.level,
-        window.span(name),
-        baseline.span(name),
+        window.span(one.model),
+        baseline.span(one.model),
         one.before_s,
         one.after_s,
         _stages(one),
@@ -275,10 +269,7 @@ def _explain(one: TwoTimes, change: _Change, found: Diagnosis, models: int) -> D
 
 def _part_texts(one: TwoTimes) -> list[str]:
     """Return the parts that changed most at the quantile."""
-    found = []
-    for side in (one.baseline, one.window):
-        table = np.stack([side.parts[part] for part in SpentOn], axis=1)
-        found.append(allocated(side.parts.total, side.samples.weight, one.level, table))
+    found = one.allocated(lambda side: np.stack([side.parts[part] for part in SpentOn], axis=1))
     shares = (found[1] - found[0]) / one.change_s
     order = np.argsort(-shares)[:4]
     return [
@@ -342,15 +333,11 @@ def _cause(one: TwoTimes, suspect: Suspect, score: float, share_s: float, late: 
 def _is_late(one: TwoTimes, suspect: Suspect) -> bool | None:
     """Return whether the suspect rose clearly after the latency; None where the times are not adjacent."""
     window = suspect.figure[1]
-    values = _tails(one, one.window)
+    usual, values = one.tails
     if abs(one.baseline.end_s - one.window.begin_s) > 2 * one.bucket_s or len(window) != len(values):
         return None
-    rose = _rise(suspect.figure[0], window), _rise(_tails(one, one.baseline), values)
+    rose = _rise(suspect.figure[0], window), _rise(usual, values)
     return rose[0] > rose[1] + 3
-
-
-def _tails(one: TwoTimes, side: Side) -> Floats:
-    return side.means((side.parts.total > one.before_s).astype(float), np.ones(len(side.samples), bool))
 
 
 def _rise(before: Floats, after: Floats) -> int:

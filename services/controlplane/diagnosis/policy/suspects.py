@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Side, TwoTimes
+from services.controlplane.diagnosis.policy.comparison import Columns, Masks, Side, TwoTimes
 from services.controlplane.diagnosis.policy.quantiles import quantile, rises
 from services.controlplane.diagnosis.policy.samples import Floats, Mask, SpentOn, slowness
 
@@ -52,7 +52,7 @@ class Suspect:
     values: Floats  # latencies without it
     weights: Floats  # weights without it
     evidence: tuple[str, ...]
-    figure: tuple[Floats, Floats]  # its own figure by bucket, in the baseline and in the window
+    figure: Columns  # its own figure by bucket, in the baseline and in the window
     most_chance: float = 1.0  # probability of its change by another test, 1 without one
 
     @cached_property
@@ -66,8 +66,8 @@ def suspect_of(
     kind: CauseKind,
     subject: str,
     saved: Floats,
-    columns: tuple[Floats, Floats],
-    masks: tuple[Mask, Mask],
+    columns: Columns,
+    masks: Masks,
     *evidence: str,
     falls: bool = False,
 ) -> Suspect:
@@ -76,7 +76,7 @@ def suspect_of(
     ``saved``: what each request of the window would save without it.
     """
     sign = -1.0 if falls else 1.0
-    before, after = found.baseline.means(columns[0], masks[0]), found.window.means(columns[1], masks[1])
+    before, after = found.by_bucket(columns, masks)
     values = found.window.parts.total - saved
     return Suspect(
         kind, subject, values, found.window.samples.weight, evidence, (sign * before, sign * after)
@@ -89,8 +89,6 @@ def ms(seconds: float) -> str:
 
 def suspects_of(found: TwoTimes) -> Iterator[Suspect]:
     """Yield every suspect whose figure changed by the least size."""
-    if not len(found.baseline.samples) or not len(found.window.samples):
-        return
     yield from _log_disks(found)
     yield from _quota_store(found)
     yield from _zones(found)
@@ -100,33 +98,23 @@ def suspects_of(found: TwoTimes) -> Iterator[Suspect]:
     yield from _fragmentation(found)
 
 
-def both(found: TwoTimes, name: str, value: str) -> tuple[Mask, Mask]:
-    before, after = found.baseline.samples, found.window.samples
-    return getattr(before, name) == value, getattr(after, name) == value
-
-
 def values_of(found: TwoTimes, name: str) -> list[str]:
     return sorted({str(one) for one in getattr(found.window.samples, name) if one})
 
 
-def enough(masks: tuple[Mask, Mask]) -> bool:
+def enough(masks: Masks) -> bool:
     return min(int(mask.sum()) for mask in masks) >= LEAST_REQUESTS
-
-
-def _everyone(found: TwoTimes) -> tuple[Mask, Mask]:
-    return np.ones(len(found.baseline.samples), bool), np.ones(len(found.window.samples), bool)
 
 
 # --- what stands in the way of every request ---------------------------------------------------------
 
 
 def _log_disks(found: TwoTimes) -> Iterator[Suspect]:
-    columns = found.baseline.samples.log_s, found.window.samples.log_s
+    columns = found.column("log_s")
     total = found.window.parts.total
     for gateway in values_of(found, "gateway"):
-        masks = both(found, "gateway", gateway)
-        usual_s = found.baseline.mean(columns[0], masks[0])
-        now_s = found.window.mean(columns[1], masks[1])
+        masks = found.masks("gateway", gateway)
+        usual_s, now_s = found.means(columns, masks)
         if not enough(masks) or now_s < usual_s + LEAST_EXCESS_S or now_s < LEAST_GROWTH * usual_s:
             continue
         excess = np.where(masks[1], np.clip(columns[1] - usual_s, 0.0, total), 0.0)
@@ -141,10 +129,14 @@ def _log_disks(found: TwoTimes) -> Iterator[Suspect]:
         )
 
 
-def _without_log(side: Side, part: SpentOn) -> Floats:
+def _without_log(found: TwoTimes, part: SpentOn) -> Columns:
     """Return a part less its share of the time in which the gateway wrote its log."""
-    total = np.maximum(1e-9, side.parts.total)
-    return np.asarray(side.parts[part] * (1 - np.minimum(1.0, side.samples.log_s / total)))
+
+    def rest(side: Side) -> Floats:
+        total = np.maximum(1e-9, side.parts.total)
+        return np.asarray(side.parts[part] * (1 - np.minimum(1.0, side.samples.log_s / total)))
+
+    return found.both(rest)
 
 
 def _floor_s(side: Side, column: Floats, mask: Mask) -> float:
@@ -153,23 +145,25 @@ def _floor_s(side: Side, column: Floats, mask: Mask) -> float:
     return quantile(column[mask], side.samples.weight[mask], 0.25)
 
 
+def _floors_s(found: TwoTimes, columns: Columns, masks: Masks) -> tuple[float, float]:
+    """Return the floor that hosts as loaded as the window's would have, and by how much it is exceeded."""
+    usual_s, now_s = found.both(_floor_s, columns, masks)
+    return found.host_ratio * usual_s, now_s - found.host_ratio * usual_s
+
+
 def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
-    columns = _without_log(found.baseline, SpentOn.ADMIT), _without_log(found.window, SpentOn.ADMIT)
-    sends = _without_log(found.baseline, SpentOn.SEND), _without_log(found.window, SpentOn.SEND)
-    masks = _everyone(found)
-    usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
-    expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
-    grown_s = _floor_s(found.window, columns[1], masks[1]) - expected_s
+    columns = _without_log(found, SpentOn.ADMIT)
+    sends = _without_log(found, SpentOn.SEND)
+    masks = found.everyone
+    usual_s, now_s = found.means(columns, masks)
+    expected_s, grown_s = _floors_s(found, columns, masks)
     if grown_s < max(LEAST_EXCESS_S, expected_s):
         return
     ratios: list[float] = []
     for gateway in values_of(found, "gateway"):
-        here = both(found, "gateway", gateway)
+        here = found.masks("gateway", gateway)
         if enough(here):
-            before_s, after_s = (
-                side.mean(column, mask)
-                for side, column, mask in zip((found.baseline, found.window), columns, here, strict=True)
-            )
+            before_s, after_s = found.means(columns, here)
             ratios.append((after_s - before_s) / (now_s - usual_s))
     if min(ratios, default=1.0) < 0.3:
         return  # a store is slow for all gateways alike
@@ -189,23 +183,17 @@ def _quota_store(found: TwoTimes) -> Iterator[Suspect]:
 
 
 def _zones(found: TwoTimes) -> Iterator[Suspect]:
-    columns = (
-        _without_log(found.baseline, SpentOn.NETWORK),
-        _without_log(found.window, SpentOn.NETWORK),
-    )
+    columns = _without_log(found, SpentOn.NETWORK)
     for name in ("worker_zone", "zone"):
         for zone in values_of(found, name):
-            masks = both(found, name, zone)
+            masks = found.masks(name, zone)
             others = ~masks[0], ~masks[1]
             if not enough(masks) or not enough(others):
                 continue
-            usual_s, now_s = (
-                found.baseline.mean(columns[0], masks[0]),
-                found.window.mean(columns[1], masks[1]),
-            )
-            control_s = found.window.mean(columns[1], others[1]) - found.baseline.mean(columns[0], others[0])
-            expected_s = found.host_ratio * _floor_s(found.baseline, columns[0], masks[0])
-            grown_s = _floor_s(found.window, columns[1], masks[1]) - expected_s
+            usual_s, now_s = found.means(columns, masks)
+            before_s, after_s = found.means(columns, others)
+            control_s = after_s - before_s
+            expected_s, grown_s = _floors_s(found, columns, masks)
             if grown_s < max(LEAST_EXCESS_S, expected_s / 2) or control_s > 0.5 * (now_s - usual_s):
                 continue
             excess = np.where(masks[1], np.clip(columns[1] - usual_s, 0.0, 2 * grown_s), 0.0)
@@ -222,14 +210,14 @@ def _zones(found: TwoTimes) -> Iterator[Suspect]:
 
 
 def _readers(found: TwoTimes) -> Iterator[Suspect]:
-    columns = found.baseline.parts[SpentOn.READER], found.window.parts[SpentOn.READER]
+    columns = found.part(SpentOn.READER)
     for tenant in values_of(found, "tenant"):
-        masks = both(found, "tenant", tenant)
-        usual_s, now_s = found.baseline.mean(columns[0], masks[0]), found.window.mean(columns[1], masks[1])
+        masks = found.masks("tenant", tenant)
+        usual_s, now_s = found.means(columns, masks)
         if masks[1].sum() < LEAST_REQUESTS or now_s < usual_s + LEAST_EXCESS_S or now_s < 1.5 * usual_s:
             continue
         if not masks[0].any():
-            masks = _everyone(found)[0], masks[1]  # it is compared with the readers of others
+            masks = found.everyone[0], masks[1]  # it is compared with the readers of others
         yield suspect_of(
             found,
             CauseKind.READER_STALLED,
@@ -244,12 +232,20 @@ def _readers(found: TwoTimes) -> Iterator[Suspect]:
 # --- engines -----------------------------------------------------------------------------------------
 
 
-def _ratios(side: Side, found: TwoTimes, mask: Mask) -> Floats:
+def _grown(found: TwoTimes, masks: Masks) -> float:
+    """Return the slowness of these requests over their usual one."""
+    usual = slowness(found.baseline.samples, found.prices, masks[0]) if enough(masks) else 1.0
+    return slowness(found.window.samples, found.prices, masks[1]) / max(1e-9, usual)
+
+
+def _ratios(found: TwoTimes, masks: Masks) -> Columns:
     """Return the time of steps over the predicted time, by bucket."""
-    samples, ratios = side.samples, []
-    for bucket in np.unique(side.buckets[mask]):
-        ratios.append(slowness(samples, found.prices, mask & (side.buckets == bucket)))
-    return np.array(ratios)
+
+    def ratios(side: Side, mask: Mask) -> Floats:
+        places = [mask & (side.buckets == bucket) for bucket in np.unique(side.buckets[mask])]
+        return np.array([slowness(side.samples, found.prices, place) for place in places])
+
+    return found.both(ratios, masks)
 
 
 def _faster(found: TwoTimes, mask: Mask, ratio: float) -> Floats:
@@ -264,23 +260,19 @@ def _engines(found: TwoTimes) -> Iterator[Suspect]:
     versions, workers = values_of(found, "version"), values_of(found, "worker")
     grown: dict[str, float] = {}
     for worker in workers:
-        masks = both(found, "worker", worker)
+        masks = found.masks("worker", worker)
         if masks[1].sum() >= LEAST_REQUESTS:
-            usual = slowness(found.baseline.samples, found.prices, masks[0]) if enough(masks) else 1.0
-            grown[worker] = slowness(found.window.samples, found.prices, masks[1]) / max(1e-9, usual)
+            grown[worker] = _grown(found, masks)
     for version in versions:
-        masks = both(found, "version", version)
+        masks = found.masks("version", version)
         yield from _version(found, version, masks, grown)
     for worker, ratio in grown.items():
         peers = [other for name, other in grown.items() if name != worker]
         usual = float(np.median(peers)) if peers else 1.0
         if not peers or ratio / usual < LEAST_SLOWNESS:
             continue
-        masks = both(found, "worker", worker)
-        figure = _ratios(found.baseline, found, masks[0]), _ratios(found.window, found, masks[1])
-        if not enough(masks):
-            everyone = _everyone(found)[0]
-            figure = _ratios(found.baseline, found, everyone), figure[1]
+        masks = found.masks("worker", worker)
+        figure = _ratios(found, masks if enough(masks) else (found.everyone[0], masks[1]))
         yield Suspect(
             CauseKind.SLOW_WORKER,
             worker,
@@ -296,24 +288,15 @@ def _engines(found: TwoTimes) -> Iterator[Suspect]:
 
 def _relieved(found: TwoTimes, values: Floats, mask: Mask) -> Floats:
     """Return the values without the growth of waits for room on workers that these requests ran on."""
-    reduced = values
-    for part in (SpentOn.ENGINE_WAIT, SpentOn.QUEUE):
-        usual_s, now_s = found.part_means(part)
-        if now_s > usual_s + LEAST_EXCESS_S / 2:
-            column = found.window.parts[part]
-            everyone = mask if part is SpentOn.ENGINE_WAIT else np.ones(len(mask), bool)
-            reduced = reduced - np.where(everyone, column * (1 - usual_s / now_s), 0.0)
-    return np.asarray(reduced)
+    here = np.where(mask, found.excess(SpentOn.ENGINE_WAIT, LEAST_EXCESS_S / 2), 0.0)
+    return np.asarray(values - here - found.excess(SpentOn.QUEUE, LEAST_EXCESS_S / 2))
 
 
-def _version(
-    found: TwoTimes, version: str, masks: tuple[Mask, Mask], grown: dict[str, float]
-) -> Iterator[Suspect]:
+def _version(found: TwoTimes, version: str, masks: Masks, grown: dict[str, float]) -> Iterator[Suspect]:
     if masks[1].sum() < LEAST_REQUESTS:
         return
     others = ~masks[1]
-    usual = slowness(found.baseline.samples, found.prices, masks[0]) if enough(masks) else 1.0
-    ratio = slowness(found.window.samples, found.prices, masks[1]) / max(1e-9, usual)
+    ratio = _grown(found, masks)
     control = found.host_ratio
     if others.sum() >= LEAST_REQUESTS:
         control = slowness(found.window.samples, found.prices, others)
@@ -325,7 +308,7 @@ def _version(
         return  # not all workers of the version are slow: it is the workers
     if len(slow) == 1 and not others.any() and masks[0].any():
         return  # one worker with one version: there is no control
-    figure = _ratios(found.baseline, found, _everyone(found)[0]), _ratios(found.window, found, masks[1])
+    figure = _ratios(found, (found.everyone[0], masks[1]))
     control_text = (
         f"control: {control:.2f} times in other versions"
         if others.any()
@@ -350,23 +333,22 @@ def _loads(found: TwoTimes) -> Iterator[Suspect]:
     for worker in sorted(loading):
         before = [float(worker in moment.loading) for moment in found.baseline.moments]
         times = [moment.unix_s for moment in found.window.moments if worker in moment.loading]
-        masks = both(found, "worker", worker)
+        masks = found.masks("worker", worker)
         samples = found.window.samples
         began_s = samples.ended_s - samples.stages.sum(axis=1)
         during = masks[1] & (samples.ended_s >= min(times) - 2) & (began_s <= max(times) + 2)
         rest = masks[0]
         if during.sum() < LEAST_REQUESTS or rest.sum() < LEAST_REQUESTS or np.mean(before or [0.0]) > 0.1:
             continue
-        usual = slowness(found.baseline.samples, found.prices, rest)
-        ratio = slowness(samples, found.prices, during) / max(1e-9, usual)
+        ratio = _grown(found, (rest, during))
         peers = slowness(samples, found.prices, ~masks[1])
-        waits = found.baseline.parts[SpentOn.ENGINE_WAIT], found.window.parts[SpentOn.ENGINE_WAIT]
-        usual_s, now_s = found.baseline.mean(waits[0], rest), found.window.mean(waits[1], during)
+        waits = found.part(SpentOn.ENGINE_WAIT)
+        usual_s, now_s = found.means(waits, (rest, during))
         if ratio / max(1.0, peers) < LEAST_SLOWNESS and now_s < usual_s + 2 * LEAST_EXCESS_S:
             continue
         values = _faster(found, during, max(1.0, ratio / max(1.0, peers)))
         values = values - np.where(during, np.maximum(0.0, waits[1] - usual_s), 0.0)
-        figure = _ratios(found.baseline, found, rest), _ratios(found.window, found, during)
+        figure = _ratios(found, (rest, during))
         yield Suspect(
             CauseKind.VERSION_LOAD,
             worker,
@@ -378,7 +360,7 @@ def _loads(found: TwoTimes) -> Iterator[Suspect]:
                 f"control: {peers:.2f} times on other workers",
             ),
             figure,
-            found.chance(waits, (rest, during)),
+            rises(*found.by_bucket(waits, (rest, during))),
         )
 
 
@@ -386,51 +368,35 @@ def _loads(found: TwoTimes) -> Iterator[Suspect]:
 
 
 def _fragmentation(found: TwoTimes) -> Iterator[Suspect]:
-    sides = found.baseline, found.window
-    masks = tuple(side.samples.batch_rows > 0 for side in sides)
-    if min(int(mask.sum()) for mask in masks) < LEAST_REQUESTS:
+    masks = found.both(lambda side: side.samples.batch_rows > 0)
+    if not enough(masks):
         return
-    rows = tuple(side.samples.batch_rows for side in sides)
-    spread = [
-        float(np.exp(_entropy(side.samples.batch_width[mask])))
-        for side, mask in zip(sides, masks, strict=True)
-    ]
-    usual, now = (side.mean(column, mask) for side, column, mask in zip(sides, rows, masks, strict=True))
-    rates = [side.rate(mask) for side, mask in zip(sides, masks, strict=True)]
+    spread = found.both(_spread, masks)
+    usual, now = found.means(found.column("batch_rows"), masks)
+    rates = found.both(Side.rate, masks)
     if spread[1] < LEAST_GROWTH * spread[0] or rates[1] > LEAST_ARRIVALS * rates[0]:
         return
-    values = found.window.parts.total
-    for part in (SpentOn.BATCH_WAIT, SpentOn.ROWS, SpentOn.NETWORK):
-        usual_s, now_s = found.part_means(part)
-        if now_s > usual_s:
-            values = values - np.where(masks[1], found.window.parts[part] * (1 - usual_s / now_s), 0.0)
-    widths = tuple(side.samples.batch_width for side in sides)
-    figure = tuple(
-        np.array(
-            [
-                np.exp(_entropy(side.samples.batch_width[mask & (side.buckets == at)]))
-                for at in np.unique(side.buckets)
-            ]
-        )
-        for side, mask in zip(sides, masks, strict=True)
-    )
+    saved = sum(found.excess(part) for part in (SpentOn.BATCH_WAIT, SpentOn.ROWS, SpentOn.NETWORK))
+    buckets = len(set(found.window.samples.batch_width))
+
+    def by_bucket(side: Side, mask: Mask) -> Floats:
+        return np.array([_spread(side, mask & (side.buckets == at)) for at in np.unique(side.buckets)])
+
     yield Suspect(
         CauseKind.BUCKETS_FRAGMENTED,
-        str(found.window.samples.model[0]),
-        values,
+        found.model,
+        found.window.parts.total - np.where(masks[1], saved, 0.0),
         found.window.samples.weight,
         (
-            f"rows of {spread[0]:.1f} widths, then of {spread[1]:.1f}, share {len(set(widths[1]))} buckets",
+            f"rows of {spread[0]:.1f} widths, then of {spread[1]:.1f}, share {buckets} buckets",
             f"a batch had {usual:.1f} rows on average, then {now:.1f}",
         ),
-        (figure[0], figure[1]),
+        found.both(by_bucket, masks),
     )
 
 
-def _entropy(values: Floats) -> float:
-    """Return the entropy of the values' frequencies: that of n equally frequent ones is ln n."""
-    if not len(values):
-        return 0.0
-    _, counts = np.unique(values, return_counts=True)
-    ratios = counts / counts.sum()
-    return float(-(ratios * np.log(ratios)).sum())
+def _spread(side: Side, mask: Mask) -> float:
+    """Return the perplexity of the widths of these rows: that of n equally frequent widths is n."""
+    _, counts = np.unique(side.samples.batch_width[mask], return_counts=True)
+    ratios = counts / max(1, counts.sum())
+    return float(np.exp(-(ratios * np.log(ratios)).sum()))
