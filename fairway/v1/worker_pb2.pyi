@@ -1035,27 +1035,20 @@ class ReadStepsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    START_UNIX_US_FIELD_NUMBER: _builtins.int
-    END_UNIX_US_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Only steps with a sequence or row of this request. Empty: every step of the time range."""
-    start_unix_us: _builtins.int
-    """On the worker's clock; 0: without a bound."""
-    end_unix_us: _builtins.int
+    """Only steps with a sequence or row of this request. Empty: every step."""
     first_step: _builtins.int
     """next_step of the page before; 0: the first page."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        start_unix_us: _builtins.int = ...,
-        end_unix_us: _builtins.int = ...,
         first_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_us", b"end_unix_us", "first_step", b"first_step", "request_id", b"request_id", "start_unix_us", b"start_unix_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1065,14 +1058,12 @@ Global___ReadStepsRequest: _TypeAlias = ReadStepsRequest  # noqa: Y015
 class ReadStepsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_ID_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     NEXT_STEP_FIELD_NUMBER: _builtins.int
     SINCE_UNIX_US_FIELD_NUMBER: _builtins.int
     NOW_UNIX_US_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
     next_step: _builtins.int
     """0: there are no further steps."""
     since_unix_us: _builtins.int
@@ -1090,7 +1081,6 @@ class ReadStepsResponse(_message.Message):
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
         sequences: _abc.Iterable[Global___RecordedSequence] | None = ...,
         engines: _abc.Iterable[Global___RecordedEngine] | None = ...,
         steps: _abc.Iterable[Global___RecordedStep] | None = ...,
@@ -1100,7 +1090,7 @@ class ReadStepsResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_step", b"next_step", "now_unix_us", b"now_unix_us", "sequences", b"sequences", "since_unix_us", b"since_unix_us", "steps", b"steps", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_step", b"next_step", "now_unix_us", b"now_unix_us", "sequences", b"sequences", "since_unix_us", b"since_unix_us", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

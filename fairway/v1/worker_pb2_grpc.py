@@ -74,7 +74,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadSteps(self, request, context):
-        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range.
+        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class WorkerServiceStub:
     GetWorker: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerRequest, _worker_pb2.GetWorkerResponse]
     """What is loaded, and how it fares."""
     ReadSteps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReadStepsRequest, _worker_pb2.ReadStepsResponse]
-    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
+    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or all."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainWorkerRequest, _worker_pb2.DrainWorkerResponse]
     """Take no new sequences; return once the running ones ended or the deadline passed."""
 
@@ -48,7 +48,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetWorker: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerRequest, _worker_pb2.GetWorkerResponse]  # type: ignore[assignment]
     """What is loaded, and how it fares."""
     ReadSteps: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReadStepsRequest, _worker_pb2.ReadStepsResponse]  # type: ignore[assignment]
-    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
+    """Steps that the worker's flight recorder holds, the oldest first: those of a request, or all."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainWorkerRequest, _worker_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Take no new sequences; return once the running ones ended or the deadline passed."""
 
@@ -75,7 +75,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReadStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ReadStepsResponse, _abc.Awaitable[_worker_pb2.ReadStepsResponse]]:
-        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or of a time range."""
+        """Steps that the worker's flight recorder holds, the oldest first: those of a request, or all."""
 
     @_abc_1.abstractmethod
     def DrainWorker(

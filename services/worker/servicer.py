@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import structlog
 
-from fairway.mirror import Mirror, Pair
+from fairway.mirror import Mirror
 from fairway.task_group import TaskGroup
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.core.errors import InvalidInput
@@ -23,39 +22,14 @@ from services.rpc.convert.rows import row_from_proto
 from services.rpc.convert.worker import LOADED, frame_to_proto, start_from_proto
 from services.rpc.server import GrpcServerStream, woken_within
 from services.worker.agent.agent import VersionStatus, WorkerAgent, WorkerStatus
-from services.worker.step_recorder import (
-    RecordedEngine,
-    RecordedSequence,
-    RecordedStep,
-    StepQuery,
-    StepsPage,
-)
 
 log = structlog.get_logger()
 HEARTBEAT_S: Final = 1.0
 # How long an acceptance waits for its first tokens, which would otherwise wait for its write.
 ACCEPTED_S: Final = 0.002
 HEARTBEAT: Final = worker_pb2.ExecuteResponse(heartbeat=worker_pb2.ExecuteResponse.Heartbeat())
-
-
-def _microseconds(seconds: float) -> int:
-    return min(round(seconds * 1e6), 0xFFFFFFFF)
-
-
 _VERSION: Final = Mirror(VersionStatus, worker_pb2.LoadedVersion, {"record": LOADED})
 _STATUS: Final = Mirror(WorkerStatus, worker_pb2.GetWorkerResponse, {"versions": _VERSION.each("versions")})
-_ENGINE: Final = Mirror(RecordedEngine, worker_pb2.RecordedEngine)
-_SEQUENCE: Final = Mirror(
-    RecordedSequence,
-    worker_pb2.RecordedSequence,
-    apart=("accepted_s", "first_token_s", "ended_s", "moments"),
-)
-_STEP: Final = Mirror(
-    RecordedStep,
-    worker_pb2.RecordedStep,
-    {"took_s": Pair("took_us", _microseconds), "predicted_s": Pair("predicted_us", _microseconds)},
-    apart=("start_s",),
-)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -96,17 +70,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def ReadSteps(
         self, request: worker_pb2.ReadStepsRequest, context: Any
     ) -> worker_pb2.ReadStepsResponse:
-        unix_s = self._clock.unix_s()
-        began_s = unix_s - self._clock.monotonic_s()  # zero of the monotonic clock
-        end_us = request.end_unix_us
-        query = StepQuery(
-            request.request_id,
-            request.start_unix_us / 1e6 - began_s,
-            end_us / 1e6 - began_s if end_us else math.inf,
-            request.first_step,
-        )
-        page = self._worker.recorder.read(query)
-        return steps_to_proto(page, self._worker.status().worker_id, began_s=began_s, unix_s=unix_s)
+        return self._worker.recorder.read(request.request_id, request.first_step)
 
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: Any
@@ -114,39 +78,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         timeout = request.timeout
         remaining = await self._worker.drain(seconds_of(timeout))
         return worker_pb2.DrainWorkerResponse(remaining=remaining)
-
-
-def steps_to_proto(
-    page: StepsPage, worker_id: str, *, began_s: float, unix_s: float
-) -> worker_pb2.ReadStepsResponse:
-    """Return a page on the wire. ``began_s``: the Unix time of the monotonic clock's zero."""
-
-    def unix_us(at_s: float) -> int:
-        return max(0, round((at_s + began_s) * 1e6)) if at_s else 0
-
-    return worker_pb2.ReadStepsResponse(
-        worker_id=worker_id,
-        sequences=[
-            _SEQUENCE.to_proto(
-                each,
-                accepted_unix_us=unix_us(each.accepted_s),
-                first_token_unix_us=unix_us(each.first_token_s),
-                ended_unix_us=unix_us(each.ended_s),
-                moments=[
-                    worker_pb2.RecordedMoment(kind=moment.kind, unix_us=unix_us(moment.at_s))
-                    for moment in each.moments
-                ],
-            )
-            for each in page.sequences
-        ],
-        engines=map(_ENGINE.to_proto, page.engines),
-        steps=[
-            _STEP.to_proto(each, start_unix_us=unix_us(each.start_s), size=each.size) for each in page.steps
-        ],
-        next_step=page.next_step,
-        since_unix_us=unix_us(page.since_s),
-        now_unix_us=round(unix_s * 1e6),
-    )
 
 
 def apply(request: worker_pb2.ExecuteRequest, stream: WorkerStream) -> None:

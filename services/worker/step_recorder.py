@@ -8,6 +8,7 @@ copy of its columns, no object.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from array import array
@@ -18,6 +19,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from fairway.mirror import Mirror
+from fairway.v1 import worker_pb2
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
 from services.worker.engine_protocol import Stepped
@@ -65,54 +68,11 @@ class RecordedSequence(Struct, gc=False):
     moments: tuple[RecordedMoment, ...] = ()
 
 
-class RecordedEngine(Struct, frozen=True):
-    """One process of a version's engine."""
-
-    number: int
-    version_digest: str
-    model: str
-    rows: bool = False
-    kv_blocks_total: int = 0
-
-
-class RecordedStep(Struct, frozen=True):
-    """See RecordedStep in worker.proto."""
-
-    number: int
-    engine: int
-    start_s: float
-    took_s: float
-    predicted_s: float
-    prefill_tokens: int
-    kv_blocks_used: int
-    running: int
-    waiting: int
-    members: tuple[int, ...]
-    prefilled: tuple[int, ...]
-    sampled: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-
-class StepsPage(Struct, frozen=True):
-    """``next_step`` is 0 after the last page; every step that began after ``since_s`` is recorded."""
-
-    since_s: float
-    sequences: Sequence[RecordedSequence] = ()
-    engines: Sequence[RecordedEngine] = ()
-    steps: Sequence[RecordedStep] = ()
-    next_step: int = 0
-
-
-class StepQuery(Struct, frozen=True):
-    """Which steps to read. Without a request, every step of the time range; times are monotonic seconds."""
-
-    request_id: str = ""
-    start_s: float = 0.0
-    end_s: float = float("inf")
-    first_step: int = 0
+_SEQUENCE: Final = Mirror(
+    RecordedSequence,
+    worker_pb2.RecordedSequence,
+    apart=("accepted_s", "first_token_s", "ended_s", "moments"),
+)
 
 
 class _Head(Struct, frozen=True, gc=False):
@@ -151,7 +111,7 @@ class StepRecorder:
         self._since_s = clock.monotonic_s()
         self._sequences: OrderedDict[Key, RecordedSequence] = OrderedDict()
         self._by_request: dict[str, list[Key]] = {}
-        self._engines: OrderedDict[int, RecordedEngine] = OrderedDict()
+        self._engines: OrderedDict[int, worker_pb2.RecordedEngine] = OrderedDict()
         self._last_engine = 0
         self.spent_s = 0.0  # time spent in recording
         self._export(metrics if metrics is not None else Metrics())
@@ -170,43 +130,50 @@ class StepRecorder:
     ) -> EngineRecorder:
         """Return the recorder of a process that has started."""
         self._last_engine = self._last_engine % 0xFFFF + 1
-        entry = RecordedEngine(self._last_engine, version_digest, model, rows, kv_blocks_total)
+        entry = worker_pb2.RecordedEngine(
+            number=self._last_engine,
+            version_digest=version_digest,
+            model=model,
+            rows=rows,
+            kv_blocks_total=kv_blocks_total,
+        )
         self._engines[entry.number] = entry
         if len(self._engines) > MAX_ENGINES:
             self._engines.popitem(last=False)
         return EngineRecorder(self, entry.number, self._clock)
 
-    def read(self, query: StepQuery) -> StepsPage:
-        """Return a page of steps, the oldest first. It looks at ``PAGE_SCANNED`` steps at most."""
-        own = self._by_request.get(query.request_id, []) if query.request_id else None
-        start_s, end_s = query.start_s, query.end_s
-        named = dict[Key, RecordedSequence]()
-        if own is not None:
-            mine = [self._sequences[key] for key in own]
-            named.update(zip(own, mine, strict=True))
-            if not mine:
-                return StepsPage(self._since_s)
-            start_s = max(start_s, min(each.accepted_s for each in mine))
-            if all(each.ended_s for each in mine):
-                end_s = min(end_s, max(each.ended_s for each in mine))
-        steps = list[RecordedStep]()
-        first = max(query.first_step, self._first, self._after(start_s))
-        members, next_step = 0, 0
+    def read(self, request_id: str = "", first_step: int = 0) -> worker_pb2.ReadStepsResponse:
+        """Return a page of a request's steps, the oldest first; without a request, of all steps. It looks at
+        ``PAGE_SCANNED`` steps at most."""
+        unix_s = self._clock.unix_s()
+        zero_s = unix_s - self._clock.monotonic_s()
+        page = worker_pb2.ReadStepsResponse(
+            since_unix_us=_unix_us(self._since_s, zero_s), now_unix_us=round(unix_s * 1e6)
+        )
+        own = self._by_request.get(request_id) if request_id else None
+        if request_id and own is None:
+            return page
+        named = {key: self._sequences[key] for key in own or ()}
+        start_s = min((each.accepted_s for each in named.values()), default=0.0)
+        end_s = max((each.ended_s or math.inf for each in named.values()), default=math.inf)
+        first = max(first_step, self._first, self._after(start_s))
+        members = 0
         for number in range(first, self._count + 1):
             if number - first >= PAGE_SCANNED or members >= PAGE_MEMBERS:
-                next_step = number
+                page.next_step = number
                 break
             head = self._head(number)
             if head.end_s - head.took_s > end_s:
                 break
-            step = self._step(number, head, own)
+            step = self._step(number, head, own, zero_s)
             if step is not None:
-                steps.append(step)
+                page.steps.append(step)
                 members += step.size
                 named.update(self._named(step))
-        used = dict.fromkeys(key[0] for key in named)
-        engines = [self._engines[number] for number in used if number in self._engines]
-        return StepsPage(self._since_s, list(named.values()), engines, steps, next_step)
+        used = dict.fromkeys(engine for engine, _ in named)
+        page.engines.extend(self._engines[number] for number in used if number in self._engines)
+        page.sequences.extend(_message(each, zero_s) for each in named.values())
+        return page
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a bound is passed, or an index and its ring disagree."""
@@ -295,7 +262,9 @@ class StepRecorder:
                 high = middle
         return low
 
-    def _step(self, number: int, head: _Head, own: Iterable[Key] | None) -> RecordedStep | None:
+    def _step(
+        self, number: int, head: _Head, own: Iterable[Key] | None, zero_s: float
+    ) -> worker_pb2.RecordedStep | None:
         """Return a held step; None without a member of ``own``, if that is given."""
         at = head.start % self._max_words
         words = self._words[at : at + head.outputs + 2 * head.pairs].tolist()
@@ -310,23 +279,24 @@ class StepRecorder:
         sampled = Counter(handles)
         if engine is not None and engine.rows:
             sampled, prefilled = Counter(prefilled), {}
-        members = tuple(dict.fromkeys(chain(prefilled, sampled)))
-        return RecordedStep(
+        members = list(dict.fromkeys(chain(prefilled, sampled)))
+        return worker_pb2.RecordedStep(
             number=number,
             engine=head.engine,
-            start_s=head.end_s - head.took_s,
-            took_s=head.took_s,
-            predicted_s=head.predicted_s,
+            start_unix_us=_unix_us(head.end_s - head.took_s, zero_s),
+            took_us=_microseconds(head.took_s),
+            predicted_us=_microseconds(head.predicted_s),
             prefill_tokens=head.prefill_tokens,
             kv_blocks_used=head.kv_blocks_used,
             running=head.running,
             waiting=head.waiting,
+            size=len(members),
             members=members,
-            prefilled=tuple(prefilled.get(each, 0) for each in members),
-            sampled=tuple(sampled[each] for each in members),
+            prefilled=[prefilled.get(each, 0) for each in members],
+            sampled=[sampled[each] for each in members],
         )
 
-    def _named(self, step: RecordedStep) -> Iterator[tuple[Key, RecordedSequence]]:
+    def _named(self, step: worker_pb2.RecordedStep) -> Iterator[tuple[Key, RecordedSequence]]:
         for number in step.members:
             key = step.engine, number
             yield key, self._sequences.get(key) or RecordedSequence(number, step.engine)
@@ -343,6 +313,29 @@ class StepRecorder:
             "Time of the worker's event loop in the flight recorder; compare with the time of its steps",
             lambda: (((), self.spent_s),),
         )
+
+
+def _message(sequence: RecordedSequence, zero_s: float) -> worker_pb2.RecordedSequence:
+    return _SEQUENCE.to_proto(
+        sequence,
+        accepted_unix_us=_unix_us(sequence.accepted_s, zero_s),
+        first_token_unix_us=_unix_us(sequence.first_token_s, zero_s),
+        ended_unix_us=_unix_us(sequence.ended_s, zero_s),
+        moments=[
+            worker_pb2.RecordedMoment(kind=moment.kind, unix_us=_unix_us(moment.at_s, zero_s))
+            for moment in sequence.moments
+        ],
+    )
+
+
+def _unix_us(at_s: float, zero_s: float) -> int:
+    """Return the Unix time of a monotonic one; 0 is for what has not happened. ``zero_s``: the Unix time of
+    the monotonic clock's zero."""
+    return max(0, round((at_s + zero_s) * 1e6)) if at_s else 0
+
+
+def _microseconds(seconds: float) -> int:
+    return min(round(seconds * 1e6), _WORD)
 
 
 class EngineRecorder:

@@ -56,7 +56,6 @@ def page(*, skew_us: int = 0, since_us: int = -(10**9), next_step: int = 0) -> w
     """Two steps with another tenant's request, 23 ms after the receipt of the own one."""
     at_us = START_US + 23_000 + skew_us
     return worker_pb2.ReadStepsResponse(
-        worker_id="w1",
         sequences=[
             worker_pb2.RecordedSequence(
                 number=1,
@@ -195,7 +194,7 @@ async def test_what_is_missing_is_stated() -> None:
     parts.page = page(since_us=40_000)
     (note,) = (await parts.get()).notes
     assert note.endswith("earlier steps are overwritten")
-    parts.page = worker_pb2.ReadStepsResponse(worker_id="w1", since_unix_us=START_US + 10**7)
+    parts.page = worker_pb2.ReadStepsResponse(since_unix_us=START_US + 10**7)
     (note,) = (await parts.get()).notes
     assert "it has restarted" in note
     parts.page = page(next_step=9)
@@ -228,7 +227,7 @@ async def test_slow_and_failed_requests_are_kept_before_their_steps_are_overwrit
     parts = Parts()
     parts.requests.add([ended(), ended("req_failed", reason="INTERNAL")])
     await parts.timelines._round()
-    parts.page = worker_pb2.ReadStepsResponse(worker_id="w1", since_unix_us=START_US + 10**7)
+    parts.page = worker_pb2.ReadStepsResponse(since_unix_us=START_US + 10**7)
     parts.addresses.clear()
     found = await parts.get()
     assert found.HasField("kept_time")
