@@ -6,7 +6,7 @@ that are disjoint or nested on each track, instants (i), flows (s, f), names of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from statistics import mean
@@ -72,6 +72,22 @@ class _Share:
     def is_slow(self) -> bool:
         return 0 < SLOW_RATIO * self.step.predicted_us < self.step.took_us
 
+    @property
+    def kind(self) -> str:
+        return "prefill" if self.prefilled else "decode"
+
+    def has_gap(self, before: _Share) -> bool:
+        """Whether the time without a step since ``before`` is long enough to be shown."""
+        return self.step.start_unix_us - before.end_us > GAP_RATIO * max(before.step.took_us, 1000)
+
+    def continues(self, before: _Share) -> bool:
+        """Whether both are shown together: they are of one kind, without a gap, and neither is slow."""
+        return self.kind == before.kind and not (self.is_slow or before.is_slow or self.has_gap(before))
+
+    def follows(self, before: _Share) -> bool:
+        """Whether it is the next step of the engine, and of the same kind."""
+        return self.step.number == before.step.number + 1 and self.kind == before.kind
+
 
 def origin_us(timeline: pb.GetTimelineResponse) -> int:
     """Return the Unix time of the timeline's first event, in microseconds; 0 without any."""
@@ -101,11 +117,11 @@ def lines_of(timeline: pb.GetTimelineResponse) -> list[TimelineRow]:
             found.append(TimelineRow(moment.unix_us - origin, 0, moment.kind.lower(), where))
         shares = _shares(host).get((sequence.engine, sequence.number), [])
         rows = _engine_of(host, sequence.engine).rows
-        found += [_line(run, rows, where, origin) for run in _runs(shares)]
+        found += [_line(run, rows, where, origin) for run in _runs(shares, _Share.continues)]
         found += [
             TimelineRow(before.end_us - origin, after.step.start_unix_us - before.end_us, "in no step", where)
             for before, after in pairwise(shares)
-            if after.step.start_unix_us - before.end_us > GAP_RATIO * max(before.step.took_us, 1000)
+            if after.has_gap(before)
         ]
         if sequence.ended_unix_us:
             detail = f"{sequence.output_tokens} output tokens" if sequence.output_tokens else ""
@@ -166,12 +182,10 @@ class _Trace:
         self._flows = count(1)
 
     def process(self, pid: int, name: str) -> None:
-        for kind, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
-            self._names.append({"ph": "M", "name": kind, "pid": pid, "tid": 0, "ts": 0, "args": value})
+        self._name("process", pid, 0, name)
 
     def track(self, pid: int, tid: int, name: str) -> None:
-        for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
-            self._names.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": value})
+        self._name("thread", pid, tid, name)
 
     def bar(self, at: tuple[int, int], start_us: int, end_us: int, name: str, **args: Any) -> None:
         event = self._event("X", at, start_us, name, "fairway", args)
@@ -193,6 +207,12 @@ class _Trace:
     def events(self) -> list[Event]:
         ordered = sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
         return [*self._names, *ordered]
+
+    def _name(self, of: str, pid: int, tid: int, name: str) -> None:
+        """Name a process, or a thread of it; viewers show both in the order of their numbers."""
+        values = (f"{of}_name", {"name": name}), (f"{of}_sort_index", {"sort_index": tid or pid})
+        for kind, value in values:
+            self._names.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": value})
 
     def _event(
         self, kind: str, at: tuple[int, int], at_us: int, name: str, category: str, args: dict[str, Any]
@@ -233,21 +253,11 @@ def _engine_of(host: pb.TimelineHost, number: int) -> worker_pb2.RecordedEngine:
     return next((one for one in host.engines if one.number == number), worker_pb2.RecordedEngine())
 
 
-def _kind(share: _Share) -> str:
-    return "prefill" if share.prefilled else "decode"
-
-
-def _runs(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
-    """Yield steps in a row that are shown together: of one kind, without a gap, none of them slow."""
+def _runs(shares: Iterable[_Share], continues: Callable[[_Share, _Share], bool]) -> Iterator[list[_Share]]:
+    """Yield steps in a row of which each continues the one before it."""
     run = list[_Share]()
     for share in shares:
-        last = run[-1] if run else None
-        if last is not None and (
-            share.is_slow
-            or last.is_slow
-            or _kind(share) != _kind(last)
-            or share.step.start_unix_us - last.end_us > GAP_RATIO * max(last.step.took_us, 1000)
-        ):
+        if run and not continues(share, run[-1]):
             yield run
             run = []
         run.append(share)
@@ -274,7 +284,7 @@ def _line(run: Sequence[_Share], rows: bool, where: str, origin: int) -> Timelin
     if len(run) > 1:
         took_ms = [one.step.took_us / 1e3 for one in run]
         parts.append(f"mean {mean(took_ms):.1f} ms, longest {max(took_ms):.1f} ms")
-    name = "batch" if rows else f"{_kind(first)} in {len(run)} step{'s' * (len(run) > 1)}"
+    name = "batch" if rows else f"{first.kind} in {len(run)} step{'s' * (len(run) > 1)}"
     at_us = first.step.start_unix_us - origin
     return TimelineRow(at_us, last.end_us - first.step.start_unix_us, name, where, "; ".join(parts))
 
@@ -356,29 +366,16 @@ def _trace_worker(trace: _Trace, pid: int, host: pb.TimelineHost, timeline: pb.G
         if shares:
             at = pid, next(tids)
             trace.track(*at, f"{sequence.tenant} {sequence.request_id or '(not recorded)'}")
-            for run in _contiguous(shares):
-                name = "prefill" if any(one.prefilled for one in run) else "decode"
+            for run in _runs(shares, _Share.follows):
                 trace.bar(
                     at,
                     run[0].step.start_unix_us,
                     run[-1].end_us,
-                    name,
+                    run[0].kind,
                     steps=len(run),
                     prefilled_tokens=sum(one.prefilled for one in run),
                     output_tokens=sum(one.sampled for one in run),
                 )
-
-
-def _contiguous(shares: Sequence[_Share]) -> Iterator[list[_Share]]:
-    """Yield steps of one kind with following numbers."""
-    run = list[_Share]()
-    for share in shares:
-        if run and (share.step.number != run[-1].step.number + 1 or _kind(share) != _kind(run[-1])):
-            yield run
-            run = []
-        run.append(share)
-    if run:
-        yield run
 
 
 def _trace_step(trace: _Trace, at: tuple[int, int], step: Step, *, rows: bool) -> None:

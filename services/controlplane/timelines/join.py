@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Final, TypeVar
+from typing import Final
 
-from google.protobuf.message import Message
+from google.protobuf.field_mask_pb2 import FieldMask
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, slis_pb2, worker_pb2
 from services.controlplane.timelines.policy.clocks import Correction, Interval, correction_of, laid_out
 from services.core.errors import NotFound
 
-M = TypeVar("M", bound=Message)
 _QUEUE: Final = 2  # stages of StageClock: from here on the scheduler, then the worker has the request
 _DISPATCH: Final = 3
 _DECODE: Final = 6
 # Fields that the tenant of a request may see; the others are about the fleet.
-_FINISHED: Final = (
+_TIMELINE: Final = FieldMask(paths=("kept_time", "scheduler_clock"))
+_FINISHED: Final = FieldMask(paths=(
     "request_id", "face", "tenant", "model", "version_digest", "priority", "reason", "received_unix_us",
     "stages_us", "prompt_tokens", "cached_tokens", "output_tokens",
-)  # fmt: skip
-_DECISION: Final = ("choice", "outcome", "queued_time", "wait", "attempt")
+))  # fmt: skip
+_DECISION: Final = FieldMask(paths=("choice", "outcome", "queued_time", "wait", "attempt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,13 @@ def visible_to(timeline: pb.GetTimelineResponse, tenant: str) -> pb.GetTimelineR
         raise unknown(own_id)
     seen = pb.GetTimelineResponse(request_id=own_id)
     if timeline.HasField("finished"):
-        _copy(timeline.finished, seen.finished, _FINISHED)
-    _copy(timeline, seen, ("kept_time", "scheduler_clock"))
+        _FINISHED.MergeMessage(timeline.finished, seen.finished)
+    _TIMELINE.MergeMessage(timeline, seen)
     for decision in timeline.decisions:
-        _copy(decision, seen.decisions.add(), _DECISION)
+        _DECISION.MergeMessage(decision, seen.decisions.add())
     for number, host in enumerate(timeline.workers, start=1):
         seen.workers.append(_own_part(host, own_id, f"worker {number}"))
     return seen
-
-
-def _copy(whole: M, part: M, names: Sequence[str]) -> None:
-    """Copy these fields, as far as they are set."""
-    kept = type(whole)()
-    kept.CopyFrom(whole)
-    for descriptor, _ in whole.ListFields():
-        if descriptor.name not in names:
-            kept.ClearField(descriptor.name)
-    part.MergeFrom(kept)
 
 
 def unknown(request_id: str) -> NotFound:
