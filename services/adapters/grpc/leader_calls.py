@@ -46,7 +46,10 @@ USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of t
 
 
 class LeaderCalls:
-    """Keeps a channel to the last leader; the owner closes it. ``ROLE`` names the leader in errors."""
+    """Keeps a channel to the last leader; the owner closes it. ``ROLE`` names the leader in errors.
+
+    A channel to an earlier leader is left, not closed: that would cancel the calls of others on it.
+    """
 
     ROLE: ClassVar[str]
 
@@ -91,7 +94,6 @@ class LeaderCalls:
 
     async def _call(self, leader: LeaderAddress, method: Method, request: Message, timeout_s: float) -> Any:
         if self._channel is None or self._channel.address != leader.address:
-            await self.close()
             role = self.ROLE.replace(" ", "")
             self._channel = RoleChannel(leader.address, role, self._certificates)
         try:

@@ -1,11 +1,16 @@
-"""How long a call waits for a leader."""
+"""How long a call waits for a leader, and what a change of the leader does to others."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import grpc
 import pytest
 
 from fairway.v1 import controlplane_pb2 as cp
-from services.adapters.grpc.leader_calls import DIAGNOSES_S, LEADERLESS_S, GrpcDiagnoses
+from fairway.v1 import scheduler_pb2
+from services.adapters.grpc.leader_calls import DIAGNOSES_S, LEADERLESS_S, GrpcDiagnoses, GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.errors import NoLeader
 from tests.support.clocks import HandClock
@@ -46,3 +51,42 @@ async def test_each_new_leader_is_asked() -> None:
         await calls.diagnose(cp.DiagnoseLatencyRequest())
     assert clock.now_s - CLOCK_S == 2 * 4.0 + LEADERLESS_S
     await calls.close()
+
+
+class HeldScheduler:
+    """A scheduler that answers once it is released."""
+
+    def __init__(self, name: str) -> None:
+        self.asked, self.released = asyncio.Event(), asyncio.Event()
+        self._name = name
+        handler = grpc.unary_unary_rpc_method_handler(
+            self._list_pools,
+            scheduler_pb2.ListPoolsRequest.FromString,
+            scheduler_pb2.ListPoolsResponse.SerializeToString,
+        )
+        self.server = grpc.aio.server()
+        self.server.add_registered_method_handlers("fairway.v1.SchedulerService", {"ListPools": handler})
+        self.leader = LeaderAddress(name, f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}", 1)
+
+    async def _list_pools(self, request: Any, context: Any) -> scheduler_pb2.ListPoolsResponse:
+        self.asked.set()
+        await self.released.wait()
+        return scheduler_pb2.ListPoolsResponse(next_page_token=self._name)
+
+
+async def test_a_call_to_the_next_leader_leaves_those_at_the_last() -> None:
+    first, second, clock = HeldScheduler("first"), HeldScheduler("second"), HandClock(CLOCK_S)
+    directory = Candidates(clock, after_s=0.0)
+    calls = GrpcQueues(directory, "token", clock, timeout_s=30.0)
+    asked = list[asyncio.Task[scheduler_pb2.ListPoolsResponse]]()
+    for scheduler in (first, second):
+        await scheduler.server.start()
+        directory.leader = scheduler.leader
+        asked.append(asyncio.create_task(calls.page(size=1, token="", tenant="")))
+        await scheduler.asked.wait()
+    for scheduler, answer in zip((second, first), reversed(asked), strict=True):
+        scheduler.released.set()
+        assert (await answer).next_page_token == scheduler.leader.leader_id
+    await calls.close()
+    for scheduler in (first, second):
+        await scheduler.server.stop(None)
