@@ -53,7 +53,7 @@ from services.runtime.fleet_state.leadership import Election
 from services.runtime.supervisor import Supervisor
 from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
-from tests.support.scaling import NoScaling
+from tests.support.no_plane import NoPlane
 
 KEY = leader_key("controlplane")
 CLOCK = SystemClock()
@@ -119,7 +119,7 @@ async def control_plane(
     supervisor.spawn("events", events.run())
     supervisor.spawn("reconciler", Reconciler(store, informer, leads, CLOCK, events=events).run())
     try:
-        listing = ScalingListing(store, scaling, NoScaling())
+        listing = ScalingListing(store, scaling, NoPlane())
         yield Plane(scaling, listing, leads, campaign, slis, lambda: index.by_class)
         assert supervisor.healthy, supervisor.failures
     finally:

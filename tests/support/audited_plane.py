@@ -42,11 +42,8 @@ from services.runtime.clock import SystemClock
 from services.runtime.fleet_state.informer import Informer
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.election import StaticElection
-from tests.support.scaling import NoScaling
-from tests.support.slis import NoDiagnoses, NoSlis
-from tests.support.timelines import NoTimelines
+from tests.support.no_plane import NoPlane
 from tests.support.tlog_verifier import Client
-from tests.support.usage_ledgers import NoUsage
 
 TOKEN: Final = "t" * 40
 SECRET: Final = "quitesecretquitesecret"
@@ -194,11 +191,7 @@ async def audited_plane(
                     ControlPlaneService(audited, clock, Sealer(b"k" * 32), MemoryLimiter(clock)),
                     store,
                     queues,
-                    NoUsage(),
-                    NoSlis(),
-                    NoScaling(),
-                    NoTimelines(),
-                    NoDiagnoses(),
+                    *[NoPlane()] * 5,
                     audit=AuditReader(audited, tiles),
                     require_current=lambda _: None,
                 ),

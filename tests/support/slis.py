@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.objectives.store import SliStore
 from services.core.arms import ArmKey, SliKey, SliReport, SliSums
-from services.core.errors import NoLeader
 from services.core.records import Priority
 from services.ports.clock import Clock
 from services.runtime.supervisor import Supervisor
@@ -16,32 +14,6 @@ from tests.support.memory_ledger import MemoryLedger
 from tests.support.waiting import until
 
 DIGEST = "sha256:" + "a" * 64
-
-
-class NoSlis:
-    """``SliPages`` and ``LeadingSlis`` where no control plane leads."""
-
-    async def page(self, request: pb.ListSlisRequest, *, forwarded: bool = False) -> pb.ListSlisResponse:
-        raise NoLeader("no control plane leads")
-
-    async def finished(
-        self, request: pb.ListFinishedRequestsRequest, *, forwarded: bool = False
-    ) -> pb.ListFinishedRequestsResponse:
-        raise NoLeader("no control plane leads")
-
-
-class NoDiagnoses:
-    """``DiagnosedLatencies`` and ``LeadingDiagnoses`` where no control plane leads."""
-
-    async def diagnose(
-        self, request: pb.DiagnoseLatencyRequest, *, forwarded: bool = False
-    ) -> pb.DiagnoseLatencyResponse:
-        raise NoLeader("no control plane leads")
-
-    async def save_baseline(
-        self, request: pb.SaveLatencyBaselineRequest, *, forwarded: bool = False
-    ) -> pb.SaveLatencyBaselineResponse:
-        raise NoLeader("no control plane leads")
 
 
 class Measurements:

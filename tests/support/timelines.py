@@ -1,4 +1,4 @@
-"""Timelines for tests: a server without any, and one of a request."""
+"""A timeline for tests, and what its trace has to hold."""
 
 import json
 from collections import defaultdict
@@ -6,14 +6,6 @@ from typing import Any
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2
-from services.controlplane.timelines.join import unknown
-
-
-class NoTimelines:
-    """Implements ``controlplane.servicer.TimelineAnswers``."""
-
-    async def get(self, request: pb.GetTimelineRequest, *, forwarded: bool = False) -> pb.GetTimelineResponse:
-        raise unknown(request.request_name)
 
 
 def sample_timeline() -> pb.GetTimelineResponse:

@@ -6,12 +6,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fairway.v1 import controlplane_pb2 as pb
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.policy.book import UsageReport
 from services.controlplane.usage.policy.queries import Dimension, UsageQuery
 from services.controlplane.usage.telemetry import LedgerTelemetry
-from services.core.errors import NoLeader
 from services.core.generation import Usage
 from services.core.usage import RequestUsage, SequenceDeviceUse, UsageEvent
 from services.ports.clock import Clock
@@ -119,10 +117,3 @@ async def booked(ledger: UsageLedger, hour: int = HOUR) -> dict[str, tuple[int, 
 
 def moved(use: SequenceDeviceUse, hours: int) -> SequenceDeviceUse:
     return replace(use, ended_unix_s=use.ended_unix_s + 3600 * hours)
-
-
-class NoUsage:
-    """``UsagePages`` and ``LeadingLedger`` where no control plane has a ledger."""
-
-    async def page(self, request: pb.ListUsageRequest, *, forwarded: bool = False) -> pb.ListUsageResponse:
-        raise NoLeader("no control plane leads")

@@ -4,8 +4,8 @@ successor within the call's time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -31,7 +31,12 @@ from services.rpc.convert.slis import report_to_proto
 from services.rpc.status import from_rpc_error
 from services.runtime.certificates import Certificates
 
+Request = TypeVar("Request", bound=Message)
+Answer = TypeVar("Answer", bound=Message)
 Method = Callable[[grpc.aio.Channel], Any]  # returns the stub's method
+Rpc = Callable[
+    ["controlplane_pb2_grpc.ControlPlaneServiceAsyncStub"], grpc.aio.UnaryUnaryMultiCallable[Request, Answer]
+]
 QUEUES_S: Final = 3.0
 _LOADS_PAGE: Final = 1000
 _Stub = scheduler_pb2_grpc.SchedulerServiceStub
@@ -43,6 +48,16 @@ DIAGNOSES_S: Final = 30.0
 LEADERLESS_S: Final = 5.0  # a leader is replaced within 3 s
 REPORT_USAGE_S: Final = 15.0
 USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
+# The time of a call and of its wait for another leader, by the request: no two RPCs share one.
+LIMITS_S: Final[Mapping[type[Message], tuple[float, float]]] = {
+    cp.ListSlisRequest: (SLIS_S, math.inf),
+    cp.ListFinishedRequestsRequest: (SLIS_S, math.inf),
+    cp.GetTimelineRequest: (TIMELINE_S, math.inf),
+    cp.DiagnoseLatencyRequest: (DIAGNOSES_S, LEADERLESS_S),
+    cp.SaveLatencyBaselineRequest: (DIAGNOSES_S, LEADERLESS_S),
+    cp.ListScalingRequest: (QUEUES_S, math.inf),
+    cp.ListUsageRequest: (USAGE_S, math.inf),
+}
 
 
 class LeaderCalls:
@@ -163,11 +178,28 @@ class GrpcQueues(LeaderCalls):
         return found
 
 
-class GrpcSlis(LeaderCalls):
-    """Reports to and queries of the leader's store of service level indicators.
+class LeadingPlane(Protocol):
+    """Operators' queries of the leading control plane, which a standby forwards."""
 
-    Implements the gateway's port and ``controlplane.objectives.servicer.LeadingSlis``.
-    """
+    async def ask(self, rpc: Rpc[Request, Answer], request: Request) -> Answer:
+        """Return the leader's answer. Raises NoLeader within a bounded time when none leads."""
+
+
+class GrpcPlane(LeaderCalls):
+    """Implements ``LeadingPlane`` for the requests in ``LIMITS_S``."""
+
+    ROLE = "control plane"
+
+    async def ask(self, rpc: Rpc[Request, Answer], request: Request) -> Answer:
+        timeout_s, leaderless_s = LIMITS_S[type(request)]
+        answer: Answer = await self.call(
+            lambda channel: rpc(_Plane(channel)), request, timeout_s, leaderless_s=leaderless_s
+        )
+        return answer
+
+
+class GrpcSlis(LeaderCalls):
+    """Reports to the leader's store of service level indicators. Implements the gateway's port."""
 
     ROLE = "control plane"
 
@@ -180,72 +212,9 @@ class GrpcSlis(LeaderCalls):
         )
         return SliReceipt(answer.last, answer.durable)
 
-    async def page(self, request: cp.ListSlisRequest) -> cp.ListSlisResponse:
-        answer: cp.ListSlisResponse = await self.call(
-            lambda channel: _Plane(channel).ListSlis, request, SLIS_S
-        )
-        return answer
-
-    async def finished(self, request: cp.ListFinishedRequestsRequest) -> cp.ListFinishedRequestsResponse:
-        answer: cp.ListFinishedRequestsResponse = await self.call(
-            lambda channel: _Plane(channel).ListFinishedRequests, request, SLIS_S
-        )
-        return answer
-
-
-class GrpcTimelines(LeaderCalls):
-    """Queries of the leader's timelines. Implements ``controlplane.timelines.collector.LeadingTimelines``."""
-
-    ROLE = "control plane"
-
-    async def timeline(self, request: cp.GetTimelineRequest) -> cp.GetTimelineResponse:
-        answer: cp.GetTimelineResponse = await self.call(
-            lambda channel: _Plane(channel).GetTimeline, request, TIMELINE_S
-        )
-        return answer
-
-
-class GrpcDiagnoses(LeaderCalls):
-    """Diagnoses by the leader. Implements ``controlplane.diagnosis.listing.LeadingDiagnoses``."""
-
-    ROLE = "control plane"
-
-    async def diagnose(self, request: cp.DiagnoseLatencyRequest) -> cp.DiagnoseLatencyResponse:
-        answer: cp.DiagnoseLatencyResponse = await self.call(
-            lambda channel: _Plane(channel).DiagnoseLatency, request, DIAGNOSES_S, leaderless_s=LEADERLESS_S
-        )
-        return answer
-
-    async def save_baseline(self, request: cp.SaveLatencyBaselineRequest) -> cp.SaveLatencyBaselineResponse:
-        answer: cp.SaveLatencyBaselineResponse = await self.call(
-            lambda channel: _Plane(channel).SaveLatencyBaseline,
-            request,
-            DIAGNOSES_S,
-            leaderless_s=LEADERLESS_S,
-        )
-        return answer
-
-
-class GrpcScaling(LeaderCalls):
-    """Queries of the leading control plane about scaling.
-
-    Implements ``controlplane.scaling.servicer.LeadingScaling``.
-    """
-
-    ROLE = "control plane"
-
-    async def page(self, request: cp.ListScalingRequest) -> cp.ListScalingResponse:
-        answer: cp.ListScalingResponse = await self.call(
-            lambda channel: _Plane(channel).ListScaling, request, QUEUES_S
-        )
-        return answer
-
 
 class GrpcUsage(LeaderCalls):
-    """Reports to and queries of the leader's usage ledger.
-
-    Implements ``adapters.usage.outbox.UsageReports`` and ``controlplane.usage.servicer.LeadingLedger``.
-    """
+    """Reports to the leader's usage ledger. Implements ``adapters.usage.outbox.UsageReports``."""
 
     ROLE = "control plane"
 
@@ -259,9 +228,3 @@ class GrpcUsage(LeaderCalls):
             lambda channel: usage_pb2_grpc.UsageServiceStub(channel).ReportUsage, request, REPORT_USAGE_S
         )
         return answer.last
-
-    async def page(self, request: cp.ListUsageRequest) -> cp.ListUsageResponse:
-        answer: cp.ListUsageResponse = await self.call(
-            lambda channel: _Plane(channel).ListUsage, request, USAGE_S
-        )
-        return answer

@@ -17,7 +17,7 @@ from fairway.v1 import (
     usage_pb2_grpc,
 )
 from services.adapters.alertmanager import Alertmanager
-from services.adapters.grpc.leader_calls import GrpcQueues, GrpcScaling, GrpcTimelines
+from services.adapters.grpc.leader_calls import GrpcPlane, GrpcQueues, LeadingPlane
 from services.adapters.grpc.worker_steps import GrpcSteps
 from services.adapters.node_command import CommandNodes
 from services.adapters.redis.limiter import RedisLimiter
@@ -25,7 +25,7 @@ from services.app.environment import Environment
 from services.app.process import Role
 from services.app.roles.console import ConsoleServer
 from services.app.roles.ledger import open_ledger, open_tile_store
-from services.app.roles.shared import leader_record, open_directory, open_election, open_redis
+from services.app.roles.shared import leader_record, open_calls, open_election, open_redis
 from services.app.roles.slis import open_objectives
 from services.controlplane.alert_sender import AlertSender, alert_posts
 from services.controlplane.audit_log import AuditSequencer
@@ -85,15 +85,15 @@ def controlplane(environment: Environment) -> Role:
     audited, reader, sequencer = _open_audit(environment, election)
     service = ControlPlaneService(audited, clock, Sealer(environment.internal_token.encode()), limiter)
     alerts = SpendAlerts(store, service.budgets, election, clock, events=recorder, telemetry=levels)
-    queues = _open_queues(environment)
-    ledger, usage = open_ledger(environment, election)
+    queues, leader = open_calls(environment, GrpcQueues, "scheduler"), open_calls(environment, GrpcPlane)
+    ledger, usage = open_ledger(environment, election, leader)
     slis, sums, burning, diagnoses = open_objectives(
-        environment, election, service.objectives, recorder, levels, lambda: _workers_of(fleet)
+        environment, election, service.objectives, recorder, levels, lambda: _workers_of(fleet), leader
     )
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
     stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
-    scaler, scaling = _open_scaling(environment, fleet, election, queues, slis)
-    timelines = _open_timelines(environment, fleet, queues, slis)
+    scaler, scaling = _open_scaling(environment, fleet, election, queues, slis, leader)
+    timelines = _open_timelines(environment, fleet, queues, slis, leader)
     reconciler = _open_reconciler(environment, fleet, election, rounds, recorder, slis, scaler)
     rollouts = RolloutController(audited, fleet, election, clock, slis=slis)
 
@@ -232,13 +232,6 @@ def _open_audit(
     return audited, AuditReader(audited, tiles), sequencer
 
 
-def _open_queues(environment: Environment) -> GrpcQueues:
-    token, schedulers = environment.internal_token, open_directory(environment)
-    queues = GrpcQueues(schedulers, token, environment.clock, environment.certificates)
-    environment.closing.push_async_callback(queues.close)
-    return queues
-
-
 async def _open_provider(environment: Environment) -> NodeProvider | None:
     settings, argv = environment.settings, shlex.split(environment.settings.node_command)
     if argv:
@@ -286,6 +279,7 @@ def _open_scaling(
     election: Election,
     queues: GrpcQueues,
     slis: SliStore,
+    leader: LeadingPlane,
 ) -> tuple[ScalingController, ScalingListing]:
     """Return what decides about replicas from now on, and the queries of it."""
     batches = environment.informer(BATCHES, BatchRecord)
@@ -301,28 +295,18 @@ def _open_scaling(
         tuning=ScalerTuning(settle_s=environment.settings.scaling_settle_s),
         telemetry=ScalingTelemetry(environment.metrics, leads=lambda: election.epoch is not None),
     )
-    leader = GrpcScaling(
-        open_directory(environment, "controlplane"),
-        environment.internal_token,
-        environment.clock,
-        environment.certificates,
-    )
-    environment.closing.push_async_callback(leader.close)
     environment.supervisor.spawn("scaling", controller.run())
     return controller, ScalingListing(environment.store, controller, leader)
 
 
 def _open_timelines(
-    environment: Environment, fleet: Informer[FleetRecord | None], queues: GrpcQueues, slis: SliStore
+    environment: Environment,
+    fleet: Informer[FleetRecord | None],
+    queues: GrpcQueues,
+    slis: SliStore,
+    leader: LeadingPlane,
 ) -> Timelines:
     """Return the timelines of requests; those of slow and failed ones are collected from now on."""
-    leader = GrpcTimelines(
-        open_directory(environment, "controlplane"),
-        environment.internal_token,
-        environment.clock,
-        environment.certificates,
-    )
-    environment.closing.push_async_callback(leader.close)
 
     def address_of(worker_id: str) -> str:
         held = fleet.view.get(WORKERS + worker_id)

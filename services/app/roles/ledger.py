@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 from services.adapters.blobs.s3 import open_bucket
-from services.adapters.grpc.leader_calls import GrpcUsage
+from services.adapters.grpc.leader_calls import GrpcUsage, LeadingPlane
 from services.adapters.ledger_stores import AUDIT, FolderLedger, S3Ledger
 from services.adapters.usage.outbox import DiskOutbox
 from services.app.environment import Environment
-from services.app.roles.shared import open_directory
+from services.app.roles.shared import open_calls
 from services.controlplane.usage.ledger import UsageLedger
 from services.controlplane.usage.servicer import UsageListing
 from services.controlplane.usage.telemetry import LedgerTelemetry
@@ -20,7 +20,9 @@ from services.runtime.fleet_state.leadership import Election
 _DAY_S: Final = 86_400.0
 
 
-def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedger, UsageListing]:
+def open_ledger(
+    environment: Environment, election: Election, leader: LeadingPlane
+) -> tuple[UsageLedger, UsageListing]:
     """Return the usage ledger, and the queries of it."""
     settings, clock = environment.settings, environment.clock
     if settings.usage_dir is not None:
@@ -35,7 +37,6 @@ def open_ledger(environment: Environment, election: Election) -> tuple[UsageLedg
             environment.metrics, waiting=lambda: ledger.waiting, damaged=lambda: ledger.damaged
         ),
     )
-    leader = _leader(environment)
     return ledger, UsageListing(ledger, leader, clock)
 
 
@@ -60,7 +61,7 @@ def open_usage_outbox(environment: Environment) -> DiskOutbox:
     outbox = DiskOutbox(
         environment.settings.state_dir / "usage",
         environment.ids.source_id(),
-        _leader(environment),
+        open_calls(environment, GrpcUsage),
         environment.clock,
         metrics=environment.metrics,
     )
@@ -78,11 +79,3 @@ async def start_outbox(environment: Environment, outbox: DiskOutbox) -> None:
     except OSError as error:
         raise FailedPrecondition(f"the folder of usage events cannot be used: {error.strerror}") from error
     environment.supervisor.spawn("usage outbox", outbox.run())
-
-
-def _leader(environment: Environment) -> GrpcUsage:
-    """Return the calls to the leading control plane's ledger."""
-    directory = open_directory(environment, "controlplane")
-    calls = GrpcUsage(directory, environment.internal_token, environment.clock, environment.certificates)
-    environment.closing.push_async_callback(calls.close)
-    return calls

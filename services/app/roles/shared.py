@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.chunk_peers import ChunkPeers
+from services.adapters.grpc.leader_calls import LeaderCalls
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.links.scheduler_directory import SchedulerDirectory
 from services.adapters.model_files.cache import RESERVE_BYTES, ModelFiles
@@ -22,6 +24,8 @@ from services.runtime.certificates import renewed_context
 from services.runtime.config import read_password
 from services.runtime.fleet_state.leadership import Election
 from services.worker.chunk_servicer import ChunkServicer
+
+Calls = TypeVar("Calls", bound=LeaderCalls)
 
 
 async def nothing() -> None:
@@ -51,6 +55,14 @@ def open_directory(environment: Environment, role: str = "scheduler") -> Schedul
     environment.exported.informer(directory.informer)
     environment.supervisor.spawn(f"{role} directory", directory.run())
     return directory
+
+
+def open_calls(environment: Environment, calls: type[Calls], role: str = "controlplane") -> Calls:
+    """Return the calls to a role's leader, which follow the store from now on."""
+    directory = open_directory(environment, role)
+    opened = calls(directory, environment.internal_token, environment.clock, environment.certificates)
+    environment.closing.push_async_callback(opened.close)
+    return opened
 
 
 def redis_access(environment: Environment) -> RedisAccess:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from services.adapters.grpc.leader_calls import GrpcDiagnoses, GrpcSlis
+from services.adapters.grpc.leader_calls import GrpcSlis, LeadingPlane
 from services.app.environment import Environment
 from services.app.roles.ledger import open_ledger_store
-from services.app.roles.shared import open_directory
+from services.app.roles.shared import open_calls
 from services.controlplane.diagnosis.listing import Diagnoses
 from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.event_log import EventRecorder
@@ -29,6 +29,7 @@ def open_objectives(
     recorder: EventRecorder,
     telemetry: AlertTelemetry,
     workers: Callable[[], Iterable[Worker]],
+    leader: LeadingPlane,
 ) -> tuple[SliStore, SliListing, ObjectiveAlerts, Diagnoses]:
     """Return the store of what gateways measure, the queries of it, the alerts of the objectives and the
     diagnoses."""
@@ -51,11 +52,8 @@ def open_objectives(
         events=recorder,
         telemetry=telemetry,
     )
-    directory = open_directory(environment, "controlplane")
-    calls = GrpcDiagnoses(directory, environment.internal_token, clock, environment.certificates)
-    environment.closing.push_async_callback(calls.close)
-    diagnoses = Diagnoses(samples, calls, clock, leads=lambda: slis.leads)
-    return slis, SliListing(slis, _leader(environment), workers=workers), alerts, diagnoses
+    diagnoses = Diagnoses(samples, leader, clock, leads=lambda: slis.leads)
+    return slis, SliListing(slis, leader, workers=workers), alerts, diagnoses
 
 
 def open_sli_recorder(environment: Environment) -> SliRecorder:
@@ -70,7 +68,7 @@ def open_sli_recorder(environment: Environment) -> SliRecorder:
     )
     reporter = SliReporter(
         recorder,
-        _leader(environment),
+        open_calls(environment, GrpcSlis),
         environment.clock,
         environment.ids.source_id(),
         metrics=environment.metrics,
@@ -78,11 +76,3 @@ def open_sli_recorder(environment: Environment) -> SliRecorder:
     environment.closing.push_async_callback(reporter.close)
     environment.supervisor.spawn("service level indicators", reporter.run())
     return recorder
-
-
-def _leader(environment: Environment) -> GrpcSlis:
-    """Return the calls to the leading control plane's store of indicators."""
-    directory = open_directory(environment, "controlplane")
-    calls = GrpcSlis(directory, environment.internal_token, environment.clock, environment.certificates)
-    environment.closing.push_async_callback(calls.close)
-    return calls

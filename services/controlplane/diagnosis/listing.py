@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from fairway.v1 import controlplane_pb2 as pb
+from services.adapters.grpc.leader_calls import LeadingPlane
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.policy.diagnose import (
     LEAST_SAMPLES,
@@ -34,16 +35,6 @@ _TIMES: Final = 3.0
 _SUSPECTS: Final = 3  # depth of the steps that name suspects
 
 
-class LeadingDiagnoses(Protocol):
-    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
-
-    async def diagnose(self, request: pb.DiagnoseLatencyRequest) -> pb.DiagnoseLatencyResponse: ...
-
-    async def save_baseline(
-        self, request: pb.SaveLatencyBaselineRequest
-    ) -> pb.SaveLatencyBaselineResponse: ...
-
-
 class Diagnoses:
     """Answers from the samples while this control plane leads, else forwards to the leader.
 
@@ -51,7 +42,7 @@ class Diagnoses:
     """
 
     def __init__(
-        self, samples: SampleStore, leader: LeadingDiagnoses, clock: Clock, *, leads: Callable[[], bool]
+        self, samples: SampleStore, leader: LeadingPlane, clock: Clock, *, leads: Callable[[], bool]
     ) -> None:
         self._samples = samples
         self._leader = leader
@@ -66,7 +57,7 @@ class Diagnoses:
         if not self._leads():
             if forwarded:
                 raise NoLeader("this control plane does not lead", retry_after_s=1.0)
-            return await self._leader.diagnose(request)
+            return await self._leader.ask(lambda plane: plane.DiagnoseLatency, request)
         begin_s, end_s = _span(request, self._clock.unix_s())
         async with self._computing:
             found = await self._find(request, begin_s or end_s - LOOK_BACK_S, end_s)
@@ -93,7 +84,7 @@ class Diagnoses:
         if not self._leads():
             if forwarded:
                 raise NoLeader("this control plane does not lead", retry_after_s=1.0)
-            return await self._leader.save_baseline(request)
+            return await self._leader.ask(lambda plane: plane.SaveLatencyBaseline, request)
         if request.name == AUTO:
             raise InvalidInput("auto is the baseline that is chosen without a name", field="name")
         begin_s, end_s = _span(request, self._clock.unix_s())

@@ -9,6 +9,7 @@ import grpc
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2, slis_pb2_grpc
+from services.adapters.grpc.leader_calls import LeadingPlane
 from services.controlplane.objectives.policy.book import SERIES_S
 from services.controlplane.objectives.store import SliStore
 from services.core.arms import ArmKey, SliKey, SliSums
@@ -25,19 +26,11 @@ _LIMIT: Final = 100
 _HOUR_S: Final = 3600.0
 
 
-class LeadingSlis(Protocol):
-    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
-
-    async def page(self, request: pb.ListSlisRequest) -> pb.ListSlisResponse: ...
-
-    async def finished(self, request: pb.ListFinishedRequestsRequest) -> pb.ListFinishedRequestsResponse: ...
-
-
 class SliListing:
     """Answers from the store of indicators while this control plane leads, else forwards to the leader."""
 
     def __init__(
-        self, store: SliStore, leader: LeadingSlis, *, workers: Callable[[], Iterable[Worker]] = tuple
+        self, store: SliStore, leader: LeadingPlane, *, workers: Callable[[], Iterable[Worker]] = tuple
     ) -> None:
         self._store = store
         self._leader = leader
@@ -49,7 +42,7 @@ class SliListing:
         Only the series of the page are summed. Raises NoLeader or InvalidInput.
         """
         if not self._store.leads and not forwarded:
-            return await self._leader.page(request)
+            return await self._leader.ask(lambda plane: plane.ListSlis, request)
         window_s = seconds_of(request.window) or SERIES_S
         wanted = sorted((one for one in self._store.series(window_s) if _takes(request, one)), key=_name)
         page, token = page_of(wanted, _name, size=request.page_size, token=request.page_token)
@@ -64,7 +57,7 @@ class SliListing:
         if not self._store.leads:
             if forwarded:
                 raise NoLeader("this control plane does not lead", retry_after_s=1.0)
-            return await self._leader.finished(request)
+            return await self._leader.ask(lambda plane: plane.ListFinishedRequests, request)
 
         wanted = request_id_of(request.request_name)
 

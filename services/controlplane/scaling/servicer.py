@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from fairway.v1 import controlplane_pb2 as pb
+from services.adapters.grpc.leader_calls import LeadingPlane
 from services.controlplane.fleet import FleetSnapshot, read_snapshot, readable, replicas_of, wanted_in
 from services.controlplane.scaling.controller import ScalingController
 from services.core.errors import NoLeader, NotFound, Unavailable
@@ -17,16 +16,10 @@ from services.rpc.convert.inference import duration_of, timestamp
 from services.rpc.convert.scheduler import LOAD
 
 
-class LeadingScaling(Protocol):
-    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
-
-    async def page(self, request: pb.ListScalingRequest) -> pb.ListScalingResponse: ...
-
-
 class ScalingListing:
     """Answers with the leader's observations. Without a leader, from the stored decisions alone."""
 
-    def __init__(self, store: Store, controller: ScalingController, leader: LeadingScaling) -> None:
+    def __init__(self, store: Store, controller: ScalingController, leader: LeadingPlane) -> None:
         self._store = store
         self._controller = controller
         self._leader = leader
@@ -38,7 +31,7 @@ class ScalingListing:
         """
         if not self._controller.leads and not forwarded:
             try:
-                return await self._leader.page(request)
+                return await self._leader.ask(lambda plane: plane.ListScaling, request)
             except (NoLeader, Unavailable):
                 pass  # the stored decisions answer
         snapshot = await read_snapshot(self._store)

@@ -15,6 +15,7 @@ import structlog
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, worker_pb2
+from services.adapters.grpc.leader_calls import LeadingPlane
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.timelines.join import WorkerSteps, joined, unknown, when, without_neighbours
@@ -61,12 +62,6 @@ class StepReads(Protocol):
         """Return the pages of a request's steps, at least one. Raises FairwayError."""
 
 
-class LeadingTimelines(Protocol):
-    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
-
-    async def timeline(self, request: pb.GetTimelineRequest) -> pb.GetTimelineResponse: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TimelineSources:
     """Where the parts of a timeline come from."""
@@ -75,7 +70,7 @@ class TimelineSources:
     decisions: Explanations
     steps: StepReads
     address_of: Callable[[str], str]  # address of a live worker; empty: it is not there
-    leader: LeadingTimelines
+    leader: LeadingPlane
 
 
 class Timelines:
@@ -104,7 +99,7 @@ class Timelines:
         if not self._sources.ended.leads:
             if forwarded:
                 raise NoLeader("this control plane does not lead", retry_after_s=1.0)
-            return await self._sources.leader.timeline(request)
+            return await self._sources.leader.ask(lambda plane: plane.GetTimeline, request)
         wanted = request_id_of(request.request_name)
         found, others = await self._ended(wanted)
         request_id = wanted if found is None else found.request_id

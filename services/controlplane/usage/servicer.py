@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import usage_pb2, usage_pb2_grpc
+from services.adapters.grpc.leader_calls import LeadingPlane
 from services.controlplane.fleet import readable
 from services.controlplane.resources.deployments import revisions_of
 from services.controlplane.usage.codec import SOURCES
@@ -90,12 +91,6 @@ class ListPrices:
         )
 
 
-class LeadingLedger(Protocol):
-    """Queries of the leading control plane. Raises NoLeader within a bounded time when none leads."""
-
-    async def page(self, request: pb.ListUsageRequest) -> pb.ListUsageResponse: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Listed:
     """The rows of a query whose pages are being read."""
@@ -108,7 +103,7 @@ class _Listed:
 class UsageListing:
     """Answers from the ledger while this control plane leads. A standby forwards queries to the leader."""
 
-    def __init__(self, ledger: UsageLedger, leader: LeadingLedger, clock: Clock) -> None:
+    def __init__(self, ledger: UsageLedger, leader: LeadingPlane, clock: Clock) -> None:
         self._ledger = ledger
         self._leader = leader
         self._clock = clock
@@ -121,7 +116,7 @@ class UsageListing:
         """
         query = query_of(request, self._clock.unix_s())
         if not self._ledger.leads and not forwarded:
-            return await self._leader.page(request)
+            return await self._leader.ask(lambda plane: plane.ListUsage, request)
         rows = await self._rows(query, first=not request.page_token)
         page, token = page_of(rows, lambda row: row.name, size=request.page_size, token=request.page_token)
         return pb.ListUsageResponse(records=[_record(query, row) for row in page], next_page_token=token)

@@ -32,11 +32,9 @@ from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.registry import TOKEN, served
-from tests.support.scaling import NoScaling
-from tests.support.slis import Measurements, NoDiagnoses, NoSlis
-from tests.support.timelines import NoTimelines
-from tests.support.usage_ledgers import NoUsage
+from tests.support.slis import Measurements
 
 CLOCK = SystemClock()
 QUICK = RetryPolicy(first_delay_s=0.01, max_delay_s=0.05)
@@ -48,17 +46,15 @@ class Servicer(ControlPlaneServicer):
     def __init__(self, store: MemoryStore, measured: Measurements) -> None:
         queues = GrpcQueues(SchedulerDirectory(store, CLOCK), TOKEN, CLOCK, timeout_s=0.2)
         service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
-        slis = SliListing(measured.store, NoSlis())
+        slis = SliListing(measured.store, NoPlane())
         audit = AuditReader(store, MemoryLedger())
         super().__init__(
             service,
             store,
             queues,
-            NoUsage(),
+            NoPlane(),
             slis,
-            NoScaling(),
-            NoTimelines(),
-            NoDiagnoses(),
+            *[NoPlane()] * 3,
             audit=audit,
             require_current=lambda _: None,
         )

@@ -29,12 +29,10 @@ from tests.integration.client.scripted import ScriptedGateway
 from tests.integration.controlplane.plane import SEALER, ScriptedUsage, TurnedClock
 from tests.support.credentials import Credentials
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.oidc_provider import CLIENT, OidcProvider, oidc_provider
 from tests.support.registry import TOKEN
-from tests.support.scaling import NoScaling
-from tests.support.slis import NoDiagnoses, NoSlis
 from tests.support.stack import ROOT
-from tests.support.timelines import NoTimelines
 from tests.support.waiting import until
 
 ASKED = {"scope": "openid"}
@@ -60,10 +58,7 @@ async def control_plane(provider: OidcProvider) -> AsyncIterator[str]:
         store,
         queues,
         ScriptedUsage(),
-        NoSlis(),
-        NoScaling(),
-        NoTimelines(),
-        NoDiagnoses(),
+        *[NoPlane()] * 4,
         audit=audit,
         require_current=require,
     )

@@ -38,10 +38,8 @@ from services.runtime.identity import KeyDirectory
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import DIGEST, OTHER, SEALER, Plane, ScriptedUsage, TurnedClock
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.registry import TOKEN
-from tests.support.scaling import NoScaling
-from tests.support.slis import NoDiagnoses, NoSlis
-from tests.support.timelines import NoTimelines
 
 
 @pytest_asyncio.fixture
@@ -83,10 +81,7 @@ async def plane() -> AsyncIterator[Plane]:
                     store,
                     queues,
                     usage,
-                    NoSlis(),
-                    NoScaling(),
-                    NoTimelines(),
-                    NoDiagnoses(),
+                    *[NoPlane()] * 4,
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=require_current,
                 ),

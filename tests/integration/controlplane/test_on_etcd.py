@@ -72,10 +72,7 @@ from tests.integration.scheduler_fleet import (
 )
 from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
-from tests.support.scaling import NoScaling
-from tests.support.slis import NoDiagnoses, NoSlis
-from tests.support.timelines import NoTimelines
-from tests.support.usage_ledgers import NoUsage
+from tests.support.no_plane import NoPlane
 
 ADMIN = auth_metadata("admin")
 CLOCK = SystemClock()
@@ -140,11 +137,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
                     service,
                     store,
                     queues,
-                    NoUsage(),
-                    NoSlis(),
-                    NoScaling(),
-                    NoTimelines(),
-                    NoDiagnoses(),
+                    *[NoPlane()] * 5,
                     audit=AuditReader(store, MemoryLedger()),
                     require_current=lambda _: None,
                 ),

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.grpc.leader_calls import GrpcDiagnoses, GrpcQueues, GrpcSlis
+from services.adapters.grpc.leader_calls import GrpcPlane, GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.audit_reads import AuditReader
@@ -39,11 +39,9 @@ from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
 from tests.support.drawn_windows import World, drawn
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.registry import TOKEN, authenticate
-from tests.support.scaling import NoScaling
 from tests.support.slis import DIGEST, Measurements, key_of, sums_of
-from tests.support.timelines import NoTimelines
-from tests.support.usage_ledgers import NoUsage
 
 CLOCK = SystemClock()
 
@@ -54,8 +52,7 @@ class OnePlane:
     def __init__(self, directory: StaticDirectory, *, leads: bool) -> None:
         self.measured = Measurements(CLOCK, leads=leads)
         self.samples = SampleStore(MemoryLedger(), CLOCK)
-        self.leader = GrpcSlis(directory, TOKEN, CLOCK)
-        self.diagnoses = GrpcDiagnoses(directory, TOKEN, CLOCK)
+        self.leader = GrpcPlane(directory, TOKEN, CLOCK)
         self.queues = GrpcQueues(directory, TOKEN, CLOCK)
         self.address = ""
 
@@ -68,11 +65,11 @@ class OnePlane:
             service,
             store,
             self.queues,
-            NoUsage(),
+            NoPlane(),
             listing,
-            NoScaling(),
-            NoTimelines(),
-            Diagnoses(self.samples, self.diagnoses, CLOCK, leads=lambda: self.measured.store.leads),
+            NoPlane(),
+            NoPlane(),
+            Diagnoses(self.samples, self.leader, CLOCK, leads=lambda: self.measured.store.leads),
             audit=AuditReader(store, MemoryLedger()),
             require_current=lambda _: None,
         )
@@ -93,7 +90,7 @@ class OnePlane:
         await self.measured.start(supervisor)
         self.address = f"127.0.0.1:{server.port}"
         yield
-        for calls in (self.leader, self.diagnoses, self.queues):
+        for calls in (self.leader, self.queues):
             await calls.close()
         await server.stop(0)
 

@@ -25,6 +25,7 @@ import pytest
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.etcd.store import EtcdStore
+from services.adapters.grpc.leader_calls import LIMITS_S
 from services.controlplane.event_log import event_of
 from services.controlplane.fleet import read_snapshot
 from services.controlplane.policy.assign import Unplaced, plan
@@ -53,6 +54,15 @@ CLOCK = SystemClock()
 DIGESTS = tuple(sha256_of(text) for text in (b"1", b"2"))
 LEADER_TTL_S = 1
 HANG_S = 60.0
+FORWARDED = (
+    pb.ListSlisRequest(),
+    pb.ListFinishedRequestsRequest(),
+    pb.GetTimelineRequest(request_name="req_1"),
+    pb.DiagnoseLatencyRequest(),
+    pb.SaveLatencyBaselineRequest(name="first"),
+    pb.ListScalingRequest(),
+    pb.ListUsageRequest(),
+)
 
 
 @dataclass
@@ -104,18 +114,18 @@ class World:
     workers: set[str] = field(default_factory=set)
     created: Counter[str] = field(default_factory=Counter)
 
-    async def call(self, method: str, request: Any) -> Any:
-        """Ask any control plane that answers, with the same request id until one did."""
+    async def call(self, method: str, request: Any, at: Process | None = None, timeout_s: float = 3) -> Any:
+        """Ask any control plane that answers, or the given one, with the same request id until one did."""
         async with asyncio.timeout(HANG_S):
             while True:
-                plane = self.rng.choice(self.planes)
+                plane = at or self.rng.choice(self.planes)
                 if plane.running is None or plane.frozen:
                     await asyncio.sleep(0.05)
                     continue
                 try:
                     async with open_channel(plane.address) as channel:
                         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
-                        return await getattr(stub, method)(request, metadata=self.admin, timeout=3)
+                        return await getattr(stub, method)(request, metadata=self.admin, timeout=timeout_s)
                 except grpc.aio.AioRpcError as error:
                     again = (
                         grpc.StatusCode.UNAVAILABLE,
@@ -360,3 +370,17 @@ async def _check_told_by_the_next(here: World) -> None:
     await here.leave("w0")
     await eventually(lambda: told("w0", "NODE_LOST"), "the next one tells nothing new")
     await _check_events(here)
+
+
+async def test_a_standby_answers_what_the_leader_does(own_etcd: Any, tmp_path: Path) -> None:
+    assert {type(request) for request in FORWARDED} == set(LIMITS_S)
+    async with world(tmp_path, own_etcd.address, 0) as here:
+        for request in FORWARDED:
+            method, answers = request.DESCRIPTOR.name.removesuffix("Request"), list[str]()
+            for plane in here.planes:
+                try:
+                    answers.append(type(await here.call(method, request, plane, 10.0)).__name__)
+                except grpc.aio.AioRpcError as error:
+                    answers.append(f"{error.code().name}: {error.details()}")
+            assert answers[0] == answers[1]
+            assert answers[0].startswith((f"{method}Response", "NOT_FOUND", "INVALID_ARGUMENT: 0 sampled"))

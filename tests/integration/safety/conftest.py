@@ -59,11 +59,8 @@ from services.runtime.fleet_state.leadership import Election
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.scheduler_fleet import TOKEN, StaticDirectory
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.registry import ADMIN, Served, served
-from tests.support.scaling import NoScaling
-from tests.support.slis import NoDiagnoses, NoSlis
-from tests.support.timelines import NoTimelines
-from tests.support.usage_ledgers import NoUsage
 from tests.support.waiting import until
 
 CLOCK = SystemClock()
@@ -206,11 +203,7 @@ def _control_plane(store: EtcdStore) -> RpcServer:
         ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK)),
         store,
         GrpcQueues(StaticDirectory(), TOKEN, CLOCK, timeout_s=1.0),
-        NoUsage(),
-        NoSlis(),
-        NoScaling(),
-        NoTimelines(),
-        NoDiagnoses(),
+        *[NoPlane()] * 5,
         audit=AuditReader(store, MemoryLedger()),
         require_current=lambda _: None,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import scheduler_pb2
-from services.adapters.grpc.leader_calls import DIAGNOSES_S, LEADERLESS_S, GrpcDiagnoses, GrpcQueues
+from services.adapters.grpc.leader_calls import DIAGNOSES_S, LEADERLESS_S, LIMITS_S, GrpcPlane, GrpcQueues
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.core.errors import NoLeader
 from tests.support.clocks import HandClock
@@ -37,18 +37,27 @@ class Candidates:
 
 async def test_a_diagnosis_without_a_leader_is_refused_long_before_its_time_is_over() -> None:
     clock = HandClock(CLOCK_S)
-    calls = GrpcDiagnoses(Candidates(clock, after_s=0.0), "token", clock)
+    calls = GrpcPlane(Candidates(clock, after_s=0.0), "token", clock)
     with pytest.raises(NoLeader, match="no leader exists; start a control plane"):
-        await calls.diagnose(cp.DiagnoseLatencyRequest())
+        await calls.ask(lambda plane: plane.DiagnoseLatency, cp.DiagnoseLatencyRequest())
     assert clock.now_s - CLOCK_S == LEADERLESS_S < DIAGNOSES_S
+
+
+@pytest.mark.parametrize("kind", LIMITS_S)
+async def test_a_query_without_a_leader_is_refused_within_its_limits(kind: type[Any]) -> None:
+    clock = HandClock(CLOCK_S)
+    calls = GrpcPlane(Candidates(clock, after_s=0.0), "token", clock)
+    with pytest.raises(NoLeader, match="no leader exists; start a control plane"):
+        await calls.ask(lambda plane: pytest.fail("no leader exists"), kind())
+    assert clock.now_s - CLOCK_S == min(LIMITS_S[kind])
 
 
 async def test_each_new_leader_is_asked() -> None:
     clock = HandClock(CLOCK_S)
     candidates = Candidates(clock, "127.0.0.1:1", "127.0.0.1:2", after_s=4.0)
-    calls = GrpcDiagnoses(candidates, "token", clock)
+    calls = GrpcPlane(candidates, "token", clock)
     with pytest.raises(NoLeader, match="UNAVAILABLE"):
-        await calls.diagnose(cp.DiagnoseLatencyRequest())
+        await calls.ask(lambda plane: plane.DiagnoseLatency, cp.DiagnoseLatencyRequest())
     assert clock.now_s - CLOCK_S == 2 * 4.0 + LEADERLESS_S
     await calls.close()
 

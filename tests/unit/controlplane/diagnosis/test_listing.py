@@ -17,7 +17,7 @@ from services.rpc.convert.inference import timestamp
 from tests.support.clocks import HandClock
 from tests.support.drawn_windows import World, drawn
 from tests.support.memory_ledger import MemoryLedger
-from tests.support.slis import NoDiagnoses
+from tests.support.no_plane import NoPlane
 
 T0 = 1_700_000_000.0
 SLOW_STORE = replace(World(), admit_s=0.05)
@@ -38,7 +38,7 @@ class Plane:
             installation=lambda: installation,
         )
         self.leads = True
-        self.diagnoses = Diagnoses(self.samples, NoDiagnoses(), self.clock, leads=lambda: self.leads)
+        self.diagnoses = Diagnoses(self.samples, NoPlane(), self.clock, leads=lambda: self.leads)
 
     def fill(self, *worlds: tuple[World, float, float]) -> Plane:
         for number, (world, begin_s, lasted_s) in enumerate(worlds):

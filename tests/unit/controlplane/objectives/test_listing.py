@@ -16,7 +16,8 @@ from services.core.errors import InvalidInput, NoLeader
 from services.core.records import LoadedVersion, Priority, VersionState, Worker
 from services.runtime.supervisor import Supervisor
 from tests.support.clocks import QuickClock
-from tests.support.slis import DIGEST, Measurements, NoSlis, key_of, sums_of
+from tests.support.no_plane import NoPlane
+from tests.support.slis import DIGEST, Measurements, key_of, sums_of
 
 # In the middle of ten minutes.
 UNIX_S = 1_800_000_300.0
@@ -30,7 +31,7 @@ class Rig:
         self.supervisor = Supervisor(self.clock)
         self.measured = Measurements(self.clock)
         self.workers: list[Worker] = []
-        self.listing = SliListing(self.measured.store, NoSlis(), workers=lambda: self.workers)
+        self.listing = SliListing(self.measured.store, NoPlane(), workers=lambda: self.workers)
 
     async def list(self, **fields: object) -> list[pb.SliSummary]:
         request = pb.ListSlisRequest(**fields)  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from services.controlplane.objectives.servicer import SliListing, warnings_of
 from services.core.records import LatencyTarget, Meta, Objective, Priority
 from services.runtime.clock import SystemClock
 from services.runtime.supervisor import Supervisor
-from tests.support.slis import Measurements, NoSlis, key_of, sums_of
+from tests.support.no_plane import NoPlane
+from tests.support.slis import Measurements, key_of, sums_of
 
 CLOCK = SystemClock()
 SHAPING = Objective(Meta("o"), "chat", ttft=LatencyTarget(0.02), shapes_serving=True)
@@ -26,7 +27,7 @@ async def measured() -> SliListing:
     found.report(key_of(tenant="b"), sums_of(ttft_s=[1.0, 2.0, 3.0], requests=3, started=3))
     found.report(key_of(priority=Priority.BATCH), sums_of(ttft_s=[0.01], requests=1, started=1))
     found.report(key_of("other"), sums_of(ttft_s=[0.01], requests=1, started=1))
-    return SliListing(found.store, NoSlis())
+    return SliListing(found.store, NoPlane())
 
 
 async def test_an_objective_that_observes_warns_of_nothing(measured: SliListing) -> None:
@@ -43,7 +44,7 @@ async def test_a_target_below_what_an_idle_model_takes_is_called_so(measured: Sl
 
 
 async def test_without_figures_it_says_what_it_does(measured: SliListing) -> None:
-    assert len(await warnings_of(SHAPING, NoSlis())) == 1
+    assert len(await warnings_of(SHAPING, NoPlane())) == 1
     assert len(await warnings_of(replace(SHAPING, model="new"), measured)) == 1
     (pace,) = await warnings_of(replace(SHAPING, ttft=LatencyTarget(), itl=LatencyTarget(0.05)), measured)
     assert pace == "prefill on the workers of chat is paced for 0.05 s"

@@ -26,10 +26,10 @@ from services.core.usage import DeviceInterval, UsageEvent
 from tests.support.clocks import QuickClock
 from tests.support.election import StaticElection
 from tests.support.memory_ledger import MemoryLedger
+from tests.support.no_plane import NoPlane
 from tests.support.usage_ledgers import (
     DAY_S,
     UNIX_S,
-    NoUsage,
     booked,
     ledger_of,
     request_usage,
@@ -47,7 +47,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.ledger: UsageLedger = ledger_of(self.store, self.clock, self.election)
-        self.listing = UsageListing(self.ledger, NoUsage(), self.clock)
+        self.listing = UsageListing(self.ledger, NoPlane(), self.clock)
         self.task = asyncio.ensure_future(self.ledger.run())
 
     async def send(self, *events: UsageEvent) -> None:
