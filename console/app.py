@@ -289,11 +289,17 @@ async def _renewed(parts: ConsoleParts, found: SignIn) -> bool:
             return left_s > 0
         try:
             tokens = await parts.provider.renew(found.refresh_token)
-            found.caller = await _caller_of(parts, tokens.access_token)
         except FairwayError as error:
             log.info("console.token_not_renewed", who=found.who, reason=error.reason)
             return left_s > 0
+        # Stored before the API verifies them, which may be away: the earlier refresh token is used up.
         found.credential, found.refresh_token = tokens.access_token, tokens.refresh_token
+        try:
+            found.caller = await _caller_of(parts, tokens.access_token)
+        except FairwayError as error:
+            log.info("console.renewed_token_not_verified", who=found.who, reason=error.reason)
+            # The provider has just confirmed the login, and the API verifies the token at each later call.
+            return not isinstance(error, Unauthenticated | PermissionDenied)
         found.end_unix_s = end_of(found.caller)
         return True
 

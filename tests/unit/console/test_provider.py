@@ -10,7 +10,7 @@ from joserfc import jwt
 
 from console.provider import BACK_PATH, WebProvider
 from fairway.v1 import controlplane_pb2 as cp
-from services.core.errors import Unauthenticated
+from services.core.errors import FairwayError, PermissionDenied, StoreUnavailable, Unauthenticated
 from tests.support.clocks import HandClock
 from tests.support.console import URL, Browser, FilledApi
 from tests.support.oidc_provider import OidcProvider, oidc_provider
@@ -130,3 +130,30 @@ def test_a_token_is_renewed_before_it_ends_and_ends_with_its_login(
     assert person.get("/").status_code == 200, "the token itself is still valid"
     person.clock.now_s += 31
     assert person.get("/").status_code == 303
+
+
+def test_a_renewed_token_is_kept_while_the_api_is_away(person: Browser, provider: OidcProvider) -> None:
+    """The provider accepts a refresh token once: one that is lost with the API's answer ends the login."""
+    person.get(provider.consent(begun(person)).removeprefix(URL))
+    person.api.down = StoreUnavailable("etcd does not answer")
+    for passed_s in (provider.lifetime_s - 30, 20, 20, provider.lifetime_s):
+        person.clock.now_s += passed_s
+        assert person.get("/").status_code == 200
+    person.api.down = None
+    assert person.get("/").status_code == 200
+    assert provider.requests.count("/token") == 6, "the sign-in, and each request near or after the end"
+    assert person.get("/").status_code == 200
+    assert provider.requests.count("/token") == 6, "its end is known again"
+
+
+@pytest.mark.parametrize("refusal", [Unauthenticated, PermissionDenied])
+def test_a_renewed_token_that_the_api_refuses_ends_the_sign_in(
+    person: Browser, provider: OidcProvider, refusal: type[FairwayError]
+) -> None:
+    person.get(provider.consent(begun(person)).removeprefix(URL))
+    person.clock.now_s += provider.lifetime_s - 30
+    person.api.down = refusal("the token gives no role")
+    assert person.get("/").status_code == 303
+    person.api.down = None
+    assert person.get("/").status_code == 303
+    assert len(person.parts.sign_ins) == 0
