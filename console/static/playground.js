@@ -59,7 +59,7 @@
     else if (event.reasoning !== undefined) text(item, "reasoning", event.reasoning);
     else if (event.call) call(item, answer, event.call);
     else if (event.accepted) status.textContent = `Request ${event.accepted.request}, seed ${event.accepted.seed}`;
-    else if (event.error) { status.textContent = `${event.error.message} (${event.error.reason})`; text(item, "answer", "\u2014 ended by an error"); }
+    else if (event.error) status.textContent = `${event.error.message} (${event.error.reason})`;
     else if (event.finished) {
       const done = event.finished, ms = done.stages_ms;
       const first = ms.validate + ms.admit + ms.queue + ms.dispatch + ms.engine_wait + ms.prefill;
@@ -67,19 +67,25 @@
     }
   }
 
+  // Returns whether the generation finished: a stream may also end by an error, or be cut.
   async function stream(response, item, answer) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
+    let rest = "", finished = false;
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) return;
+      if (done) return finished;
       const lines = (rest + value).split("\n");
       rest = lines.pop();
-      for (const line of lines) show(JSON.parse(line), item, answer);
+      for (const event of lines.map((line) => JSON.parse(line))) {
+        show(event, item, answer);
+        finished ||= event.finished !== undefined;
+      }
     }
   }
 
+  // Adds the next turn to the conversation, and returns a function that takes it back.
   function added() {
+    const conversation = messages, before = messages.length;
     const given = [...turns.querySelectorAll("textarea.result:enabled")];
     for (const input of given) {
       messages.push({ role: "tool", tool_call_id: input.dataset.id, content: input.value });
@@ -90,6 +96,10 @@
       messages.push({ role: "user", content: message });
       text(turn("user"), "answer", message);
     }
+    return () => {
+      conversation.length = before;
+      for (const input of given) input.disabled = false;
+    };
   }
 
   async function send(event) {
@@ -97,8 +107,9 @@
     if (running || !form.reportValidity()) return;
     const isChat = field("mode").value === "chat";
     const body = new URLSearchParams(new FormData(form));
+    let takeBack = () => {}, finished = false;
     if (isChat) {
-      added();
+      takeBack = added();
       const system = field("system").value;
       body.set("messages", JSON.stringify([...(system ? [{ role: "system", content: system }] : []), ...messages]));
     } else {
@@ -118,8 +129,8 @@
         show({ error: { message: page.querySelector(".notice p")?.textContent ?? "It failed", reason: String(response.status) } }, item, answer);
         return;
       }
-      await stream(response, item, answer);
-      if (isChat) {
+      finished = await stream(response, item, answer);
+      if (isChat && finished) {
         answer.tool_calls = answer.tool_calls.filter(Boolean);
         messages.push(answer);
         field("message").value = "";
@@ -128,6 +139,11 @@
     } catch (error) {
       status.textContent = error.name === "AbortError" ? "Stopped" : "The console does not answer";
     } finally {
+      if (!finished) {
+        // The message is still in its field, and the next Send would add it a second time.
+        takeBack();
+        text(item, "muted", isChat ? "Did not finish: the conversation goes on without this turn" : "Did not finish");
+      }
       running = null;
       turns.setAttribute("aria-busy", "false");
       field("send").disabled = false;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from fairway.v1 import controlplane_pb2 as cp
 from tests.browser.conftest import ROLLED, Console, Visitor, pictures
@@ -275,6 +277,25 @@ def test_the_playground_streams_and_stops(
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#run-status")).to_have_text("Stopped")
+    person.check()
+
+
+def test_a_turn_that_did_not_finish_is_not_sent_twice_with_the_next(visitor: Visitor) -> None:
+    person = visitor("tenant")
+    page = person.goto("/playground")
+    sent: list[Any] = []
+
+    def fail(route: Route) -> None:
+        sent.append(json.loads(parse_qs(route.request.post_data or "")["messages"][0]))
+        error = json.dumps({"error": {"reason": "QUEUE_FULL", "message": "the queue is full"}})
+        route.fulfill(content_type="application/x-ndjson", body=error + "\n")
+
+    page.route("**/playground/run", fail)
+    page.get_by_label("Message", exact=True).fill("hello")
+    for count in (1, 2):
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#turns").get_by_text("Did not finish")).to_have_count(count)
+    assert sent == [[{"role": "user", "content": "hello"}]] * 2
     person.check()
 
 
