@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -10,6 +12,7 @@ from fairway.tls import SpiffeId, TlsIdentity
 from services.runtime.certificates import Certificates, renewed
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+MAX_CHANNELS: Final = 64
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -62,6 +65,35 @@ class RoleChannel:
 
     async def close(self) -> None:
         await self._channel().close()
+
+
+class RoleChannels:
+    """A channel to each of the ``MAX_CHANNELS`` processes that were called last. The owner closes them.
+
+    The channel to any other is dropped, and like one that is replaced it ends with the last of its calls.
+    """
+
+    def __init__(self, certificates: Callable[[str], Certificates | None]) -> None:
+        """``certificates`` returns those for calls of an address."""
+        self._certificates = certificates
+        self._channels: OrderedDict[tuple[str, str], RoleChannel] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def __call__(self, address: str, role: str) -> RoleChannel:
+        """Return the channel for calls that begin now."""
+        key = address, role
+        if key not in self._channels:
+            self._channels[key] = RoleChannel(address, role, self._certificates(address))
+        self._channels.move_to_end(key)
+        while len(self._channels) > MAX_CHANNELS:
+            self._channels.popitem(last=False)
+        return self._channels[key]
+
+    async def close(self) -> None:
+        while self._channels:
+            await self._channels.popitem()[1].close()
 
 
 def auth_metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -33,7 +33,7 @@ from services.core.errors import InvalidInput, StoreUnavailable, Unauthenticated
 from services.gateway.faces.openai.server import HttpServer
 from services.ports.store import KeyChanged, Put
 from services.ports.streams import StreamLost
-from services.rpc.channel import RoleChannel
+from services.rpc.channel import MAX_CHANNELS, RoleChannel, RoleChannels
 from services.rpc.methods import EXECUTE, FOLLOW
 from services.rpc.server import GrpcServerStream, RpcServer, RpcService, ServerTls
 from services.runtime.certificates import FolderCertificates, WorkloadCertificates, renewed_context
@@ -225,6 +225,28 @@ async def test_a_replaced_channel_closes_its_connection_after_its_last_call(rig:
     await until(lambda: rig.connections() == 1)
     assert await check(channel())
     await channel.close()
+
+
+async def test_a_channel_to_a_process_that_was_not_called_lately_ends_with_its_last_call(rig: Rig) -> None:
+    channels = RoleChannels(lambda address: rig.certificates)
+    call = channels(rig.address, "worker")().stream_stream(
+        EXECUTE.path,
+        request_serializer=worker_pb2.ExecuteRequest.SerializeToString,
+        response_deserializer=worker_pb2.ExecuteResponse.FromString,
+    )(metadata=(("authorization", f"Bearer {TOKEN}"),))
+    await call.write(worker_pb2.ExecuteRequest())
+    await call.read()
+    for number in range(MAX_CHANNELS):
+        channels(f"127.0.0.1:{number + 1}", "worker")
+    assert len(channels) == MAX_CHANNELS
+    await call.write(worker_pb2.ExecuteRequest())
+    assert await call.read() is not grpc.aio.EOF
+    call.cancel()
+    del call
+    await until(lambda: rig.connections() == 0)
+    assert await check(channels(rig.address, "worker")())
+    await channels.close()
+    assert not len(channels)
 
 
 async def test_the_servers_role_is_verified_and_not_its_address(rig: Rig) -> None:

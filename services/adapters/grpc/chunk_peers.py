@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import AsyncGenerator
-from typing import Final
 
 from fairway.v1 import worker_pb2, worker_pb2_grpc
 from services.adapters.grpc.registry_client import CHUNK_TIMEOUT_S, data_of
 from services.core.swarm import ChunkPeer
-from services.rpc.channel import RoleChannel, auth_metadata
+from services.rpc.channel import RoleChannels, auth_metadata
 from services.runtime.certificates import Certificates
-
-_CHANNELS: Final = 64
 
 
 class ChunkPeers:
@@ -20,8 +16,7 @@ class ChunkPeers:
 
     def __init__(self, token: str, certificates: Certificates | None = None) -> None:
         self._metadata = auth_metadata(token)
-        self._certificates = certificates
-        self._channels: OrderedDict[ChunkPeer, RoleChannel] = OrderedDict()
+        self._channels = RoleChannels(lambda address: certificates)
 
     def read(
         self, peer: ChunkPeer, digest: str, index: int, base_digest: str = ""
@@ -30,16 +25,9 @@ class ChunkPeers:
 
         Raises NotFound for a node that lacks it, Unavailable.
         """
-        # A channel that is dropped ends with the last of its calls.
-        if peer not in self._channels:
-            self._channels[peer] = RoleChannel(peer.address, peer.role, self._certificates)
-        self._channels.move_to_end(peer)
-        while len(self._channels) > _CHANNELS:
-            self._channels.popitem(last=False)
-        stub = worker_pb2_grpc.ChunkServiceStub(self._channels[peer]())
+        stub = worker_pb2_grpc.ChunkServiceStub(self._channels(peer.address, peer.role)())
         request = worker_pb2.ReadChunkRequest(version_digest=digest, index=index, base_digest=base_digest)
         return data_of(lambda: stub.ReadChunk(request, timeout=CHUNK_TIMEOUT_S, metadata=self._metadata))
 
     async def close(self) -> None:
-        while self._channels:
-            await self._channels.popitem()[1].close()
+        await self._channels.close()

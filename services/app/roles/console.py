@@ -17,7 +17,7 @@ from services.app.environment import Environment
 from services.core.errors import NoWorkerAvailable
 from services.core.records import GATEWAYS, Gateway
 from services.gateway.faces.openai.server import HttpServer
-from services.rpc.channel import RoleChannel, open_channel
+from services.rpc.channel import RoleChannel, RoleChannels, open_channel
 from services.rpc.server import RpcServer, RpcService
 from services.runtime.certificates import renewed_context
 from services.runtime.config import ConfigError
@@ -82,23 +82,17 @@ class _Gateways:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._view: Informer[Gateway] = environment.informer(GATEWAYS, Gateway)
-        self._channels: dict[str, RoleChannel] = {}
+        self._channels = RoleChannels(environment.client_tls)
 
     def __call__(self) -> RoleChannel:
         """Return a channel that this object closes. Raises NoWorkerAvailable without a live gateway."""
         live = sorted(held.record.address for held in self._view.view.values())
         if not live:
             raise NoWorkerAvailable("no gateway is registered: start one", retry_after_s=1.0)
-        address = live[self._environment.rng.randrange(len(live))]
-        channel = self._channels.get(address)
-        if channel is None:
-            certificates = self._environment.client_tls(address)
-            channel = self._channels[address] = RoleChannel(address, "gateway", certificates)
-        return channel
+        return self._channels(live[self._environment.rng.randrange(len(live))], "gateway")
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
 
 def _provider(environment: Environment, url: str) -> WebProvider | None:
