@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 import grpc
 from google.protobuf.message import Message
 
+from console.sign_ins import SignIn
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import controlplane_pb2_grpc, inference_pb2_grpc, options_pb2
 from fairway.v1 import inference_pb2 as inference
@@ -113,14 +114,14 @@ class RecentAnswers:
         self._recent: OrderedDict[tuple[str, str, bytes], _Recent] = OrderedDict()
         self._size_bytes = 0
 
-    async def read(self, owner: str, credential: str, method: str, **fields: Any) -> ReadAnswer:
+    async def read(self, owner: SignIn, method: str, **fields: Any) -> ReadAnswer:
         """Return the answer, or the last one with its age. Raises Unauthenticated."""
         request = getattr(cp, f"{method}Request")(**fields)
-        key = owner, method, request.SerializeToString(deterministic=True)
+        key = owner.name, method, request.SerializeToString(deterministic=True)
         try:
-            message = await self._api.call(credential, method, request)
+            message = await self._api.call(owner.credential, method, request)
         except Unauthenticated:
-            self.forget(owner)
+            self.forget(owner.name)
             raise
         except (Unavailable, DeadlineExceeded) as error:
             last = self._recent.get(key)
@@ -130,7 +131,8 @@ class RecentAnswers:
         except FairwayError as error:
             self._drop(key)
             return ReadAnswer(problem=error)
-        self._keep(key, message)
+        if owner.is_open:  # It may have ended while the call ran, by another request too.
+            self._keep(key, message)
         return ReadAnswer(message)
 
     def forget(self, owner: str) -> None:

@@ -39,7 +39,7 @@ class Visit:
 
     async def read(self, method: str, **fields: Any) -> ReadAnswer:
         """Return the answer, or an earlier one with its age. Raises Unauthenticated."""
-        return await self.answers.read(self.sign_in.name, self.sign_in.credential, method, **fields)
+        return await self.answers.read(self.sign_in, method, **fields)
 
     async def permitted(self, method: str, **fields: Any) -> ReadAnswer | None:
         """Return the answer; None where the role may not call the method."""

@@ -40,6 +40,7 @@ class SignIn:
     used_s: float
     end_unix_s: float  # the end of the token; infinite for a key
     refresh_token: str = field(default="", repr=False)
+    is_open: bool = True
     running: int = 0  # generations of the playground
     notice: tuple[str, str] | None = None  # the kind and the text that the next page shows
     renewal: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
@@ -122,6 +123,7 @@ class SignIns:
 
     def _end(self, name: str) -> None:
         found = self._open.pop(name)
+        found.is_open = False
         found.credential = found.refresh_token = ""
         self._ended(name)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from console.changes import CHANGES
-from console.pages import PAGES
+from console.pages import PAGES, Visit, fleet
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import (
     DeadlineExceeded,
@@ -17,6 +20,7 @@ from services.core.errors import (
     NoLeader,
     NotFound,
     StoreUnavailable,
+    Unauthenticated,
 )
 from tests.support.console import MARKUP, ROLES, Browser, filled
 
@@ -153,6 +157,28 @@ def test_another_person_is_shown_nothing_of_what_the_first_saw(browser: Browser)
     browser.api.down = StoreUnavailable("etcd does not answer")
     assert "acme.key" not in other.get("/tenants/acme").text
     assert "as of" not in other.get("/tenants/acme").text
+
+
+async def test_an_answer_that_comes_after_the_end_of_its_sign_in_is_not_kept(browser: Browser) -> None:
+    parts, answered = browser.parts, asyncio.Event()
+    sign_in = parts.sign_ins.find(parts.sign_ins.begin("admin", browser.api.caller("admin")))
+    assert sign_in is not None
+    answer_at_once = browser.api.call
+
+    async def call(credential: str, method: str, request: Message) -> Any:
+        if method == "ListNodes":
+            raise Unauthenticated("the API key has expired")
+        await answered.wait()
+        return await answer_at_once(credential, method, request)
+
+    browser.api.call = call  # type: ignore[method-assign]
+    with pytest.raises(Unauthenticated):
+        await fleet(Visit(sign_in, parts.recent, parts.api, parts.clock.unix_s()))
+    parts.sign_ins.end(sign_in)
+    reads = asyncio.all_tasks() - {asyncio.current_task()}
+    answered.set()
+    await asyncio.wait(reads)
+    assert not parts.recent._recent
 
 
 def test_recent_answers_are_bounded(browser: Browser) -> None:
