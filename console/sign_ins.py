@@ -99,8 +99,8 @@ class SignIns:
         )
         return cookie
 
-    def find(self, cookie: str) -> SignIn | None:
-        """Return the open sign-in of a cookie, as used now; None without one."""
+    def find(self, cookie: str, *, is_use: bool = True) -> SignIn | None:
+        """Return the open sign-in of a cookie; None without one. ``is_use``: its idle time starts again."""
         name, now_s = _hashed(cookie), self._clock.monotonic_s()
         found = self._open.get(name)
         if found is None:
@@ -108,8 +108,9 @@ class SignIns:
         if now_s - found.used_s > IDLE_S or now_s - found.begin_s > LONGEST_S:
             self._end(name)
             return None
-        found.used_s = now_s
-        self._open.move_to_end(name)
+        if is_use:
+            found.used_s = now_s
+            self._open.move_to_end(name)
         return found
 
     def end(self, sign_in: SignIn) -> None:

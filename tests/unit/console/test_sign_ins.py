@@ -64,6 +64,16 @@ def test_a_sign_in_ends_when_idle_and_after_a_working_day(
     assert len(browser.parts.sign_ins) == 0
 
 
+def test_an_open_page_that_nobody_uses_keeps_no_sign_in_open(browser: Browser) -> None:
+    browser.sign_in("admin")
+    for _ in range(2):
+        browser.clock.now_s += sign_ins.IDLE_S / 2
+        assert browser.get("/", **{"x-part": "live"}).status_code == 200
+    browser.clock.now_s += 1
+    assert browser.get("/", **{"x-part": "live"}).status_code == 401
+    assert len(browser.parts.sign_ins) == 0
+
+
 def test_a_token_ends_its_sign_in(browser: Browser) -> None:
     caller = browser.api.caller("admin")
     caller.expire_time.seconds = int(browser.clock.now_s) + 300
