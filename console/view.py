@@ -12,11 +12,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from fairway import timelines
+
 FOLDER: Final = Path(__file__).parent
 _SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60))
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _COUNTS: Final = ((1e9, "G"), (1e6, "M"), (1e4, "k"))
-STAGES: Final = ("validate", "admit", "queue", "dispatch", "engine_wait", "prefill", "decode", "send")
+STAGES: Final = tuple(name.replace(" ", "_") for name in timelines.STAGES)  # as in fields of StageClock
 
 
 def span(value: float | Duration) -> str:
@@ -107,6 +109,7 @@ class View:
         filters = (span, size, number, percent, money, digest, moment, named, stages)
         self._environment.filters.update({each.__name__: each for each in filters})
         self._environment.filters["ago"] = self._ago
+        self._environment.globals["stages"] = STAGES
         self._environment.globals["p"] = self._environment.get_template("parts.html").module
 
     def page(self, template: str, context: Mapping[str, Any]) -> str:

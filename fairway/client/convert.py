@@ -261,7 +261,7 @@ _GENERATION: Final = Mirror(
 )
 _USAGE: Final = Mirror(Usage, common.Usage, {"device_s": _in_seconds("device")})
 usage: Final = _USAGE.from_proto
-_STAGES: Final = ("validate", "admit", "queue", "dispatch", "engine_wait", "prefill", "decode", "send")
+_STAGES: Final = [one.name.removesuffix("_s") for one in fields(StageClock) if one.name.endswith("_s")]
 _CLOCK: Final = Mirror(StageClock, common.StageClock, {f"{stage}_s": _in_seconds(stage) for stage in _STAGES})
 _CHOICE: Final = Mirror(
     ChoiceResult,
