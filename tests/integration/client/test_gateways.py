@@ -26,6 +26,7 @@ from fairway.client import (
     Unauthenticated,
 )
 from tests.support.stack import Stack, at_rest, kill
+from tests.support.waiting import until
 
 LONG = Options(max_output_tokens=96, temperature=0, ignore_eos=True)
 LONGER = Options(max_output_tokens=384, temperature=0, ignore_eos=True)  # not over when a kill comes late
@@ -83,6 +84,8 @@ async def test_what_the_server_refuses_has_its_class(stack: Stack, client: Clien
     with pytest.raises(InvalidRequest) as caught:
         await client.complete(stack.model, "hi", Options(temperature=9))
     assert "temperature" in caught.value.metadata["field"]
+    # An endpoint that is still connecting at the deadline would be NoGateway.
+    await until(lambda: all(one.connected for one in client._core().pool._endpoints.values()))
     with pytest.raises(DeadlineExceeded):
         await read(client.generate(stack.model, "hi", LONG, timeout_s=0.02))
     async with Client(stack.endpoints["grpc"], api_key="fw_wrong_key") as other:

@@ -202,12 +202,13 @@ async def test_a_session_opens_another_stream_for_a_renewed_login(
             return len([event async for event in stream])
 
         await generated()
+        before = provider.requests.count("/token")
         assert gateway.sessions == 1
         async with asyncio.timeout(30):
             while gateway.sessions == 1:
                 await generated()
                 await asyncio.sleep(0.05)
-        assert provider.requests.count("/token") == 3  # pending, confirmed, renewed
+        assert provider.requests.count("/token") == before + 1
 
 
 def test_polling_slows_down_when_asked_to(provider: OidcProvider) -> None:

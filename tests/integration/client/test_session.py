@@ -132,17 +132,18 @@ async def test_a_silent_session_is_left_for_another_gateway(gateways: Pair) -> N
     ):
         stream = session.generate("tiny", "hi", Options(max_output_tokens=6))
         assert await ids(stream) == run_of(1, 6)
-    assert stream.attempts == 3
+    assert stream.attempts >= 3  # A machine that stalls is silence too.
 
 
 async def test_the_deadline_of_a_generation_holds_within_a_session(gateways: Pair) -> None:
     gateway = gateways[0]
-    gateway.faults.append(Hang(after_tokens=2))
-    async with client(gateway) as opened, opened.session() as session, asyncio.timeout(15):
+    async with client(gateway) as opened, opened.session() as session, asyncio.timeout(30):
+        await ids(session.generate("tiny", "hi"))  # The next deadline must not pass while it connects.
+        gateway.faults.append(Hang(after_tokens=2))
         with pytest.raises(DeadlineExceeded) as caught:
             await ids(session.generate("tiny", "hi", timeout_s=1.5))
         assert caught.value.delivered_tokens == 2
-        await until(lambda: gateway.session_cancels == [1] and not gateway.running)
+        await until(lambda: gateway.session_cancels == [2] and not gateway.running)
         assert len(await ids(session.generate("tiny", "hi"))) == 8, "the session goes on"
     assert gateway.sessions == 1
 

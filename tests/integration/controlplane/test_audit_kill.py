@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -35,17 +34,11 @@ from tests.support.audited_plane import (
     times_of_changes,
     verified,
 )
+from tests.support.local_servers import free_port
 
 CLOCK = SystemClock()
 KILLS = 12
 OPERATORS = 4
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 class Operators:

@@ -62,7 +62,7 @@ class Leading:
         store, clock = self.plane.store, self.plane.clock
         informer: Informer[FleetRecord | None] = Informer(store, ROOT, decode, clock)
         promised: Informer[Objective] = Informer(store, OBJECTIVES, _objective, clock)
-        election = Election(store, KEY, dump(Leader("p", "")), 5, clock)
+        election = Election(store, KEY, dump(Leader("p", "")), 60, clock)
         index = ObjectiveIndex(promised)
         self.slis = SliStore(MemoryLedger(), clock, election, lambda: index.by_class)
         recorder = EventRecorder(store, clock)

@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from services.gateway.faces.openai.exchange import HttpLimits
-from services.runtime.clock import SystemClock
 from tests.integration.openai.face import CHAT, MAX_BODY, STREAM, Face, begun, endless, serving, silent
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -20,10 +20,8 @@ async def test_a_client_that_leaves_ends_its_request_at_once(face: Face, streame
     if streamed:
         await asyncio.wait_for(reader.readuntil(b"assistant"), 30)
     await face.service.until_running(1)
-    started_s = SystemClock().monotonic_s()
     writer.close()
-    await asyncio.wait_for(face.service.closed.wait(), 10)
-    assert SystemClock().monotonic_s() - started_s < 4.0, "a heartbeat found it, not the watch"
+    await asyncio.wait_for(face.service.closed.wait(), 10)  # The script writes nothing that would find it.
 
 
 async def test_a_client_that_resets_ends_its_request(face: Face) -> None:
@@ -52,6 +50,8 @@ async def test_a_slow_reader_holds_the_service_back(face: Face) -> None:
     face.service.script = endless
     _, writer = await face.send("/v1/chat/completions", STREAM)
     pause(writer)
+    await face.service.until_running(1)
+    await until(lambda: face.service.made > 10)
     made = -1
     while made != face.service.made:
         made = face.service.made

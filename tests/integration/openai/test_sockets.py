@@ -253,12 +253,12 @@ async def test_a_stopping_server_ends_sockets_when_their_requests_have_ended(fac
 
 
 async def test_a_socket_without_a_request_is_closed() -> None:
-    async with serving(HttpLimits(MAX_BODY, socket_idle_s=0.3)) as face:
+    async with serving(HttpLimits(MAX_BODY, socket_idle_s=1.0)) as face:
         face.service.script = begun
         async with opened(url(face), KEY) as idle, opened(url(face), KEY) as busy:
             await busy.send(request("a", STREAM))
-            assert await closed(idle) == (1000, "no request for 0.3 s")
+            assert await closed(idle) == (1000, "no request for 1 s")
             await asyncio.sleep(0.2)
             assert busy.close_code is None
             await busy.send(json.dumps({"type": "cancel", "id": "a"}))
-            assert await closed(busy) == (1000, "no request for 0.3 s")
+            assert await closed(busy) == (1000, "no request for 1 s")

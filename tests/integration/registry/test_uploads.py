@@ -14,6 +14,7 @@ from services.core.errors import FairwayError, IntegrityError, InvalidInput
 from services.core.manifest import CHUNK_BYTES, sha256_of
 from tests.integration.registry.harness import Registry, publish_any, upload
 from tests.support.registry import ADMIN
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ async def test_upload_killed_half_way_leaves_nothing_and_goes_through_later(
 ) -> None:
     data = (folder / "model.safetensors").read_bytes()[:CHUNK_BYTES]
     digest = sha256_of(data)
-    started = asyncio.Event()
+    started, unfinished = asyncio.Event(), registry.blobs_root / "unfinished"
 
     async def half() -> AsyncIterator[pb.UploadChunkRequest]:
         yield pb.UploadChunkRequest(header=pb.ChunkHeader(digest=digest, size_bytes=len(data)))
@@ -67,10 +68,9 @@ async def test_upload_killed_half_way_leaves_nothing_and_goes_through_later(
 
     call = registry.stub.UploadChunk(half(), metadata=ADMIN, timeout=30)
     await started.wait()
-    await asyncio.sleep(0.05)
+    await until(lambda: any(unfinished.iterdir()))
     call.cancel()
-    await asyncio.sleep(0.2)
+    await until(lambda: not any(unfinished.iterdir()))
     assert await registry.service.find_missing([digest]) == (digest,)
-    assert list((registry.blobs_root / "unfinished").iterdir()) == []
     done = await publish_any(registry.channel, folder, "tiny", metadata=ADMIN)
     assert done.created

@@ -11,12 +11,7 @@ import pytest
 from fairway.cli.errors import CliError
 from fairway.cli.fleet.options import LOOPBACK
 from fairway.cli.fleet.ports import choose_ports, load_ports, save_ports, try_bind
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+from tests.support.local_servers import free_port
 
 
 def test_ports_are_distinct_and_free() -> None:
@@ -30,7 +25,7 @@ def test_ports_are_distinct_and_free() -> None:
 
 
 def test_remembered_port_wins_over_the_preferred_one() -> None:
-    remembered, preferred = _free_port(), _free_port()
+    remembered, preferred = free_port(), free_port()
     ports = choose_ports(["a"], fixed={}, remembered={"a": remembered}, preferred={"a": preferred})
     assert ports == {"a": remembered}
 
@@ -56,7 +51,7 @@ def test_taken_fixed_port_names_the_flag() -> None:
 
 
 def test_fixed_port_is_not_given_to_another_name() -> None:
-    port = _free_port()
+    port = free_port()
     ports = choose_ports(["a", "b"], fixed={"b": port}, remembered={"a": port}, preferred={})
     assert ports["b"] == port
     assert ports["a"] != port
@@ -64,7 +59,7 @@ def test_fixed_port_is_not_given_to_another_name() -> None:
 
 def test_of_two_that_start_at_once_one_gets_the_preferred_port() -> None:
     """Neither listens yet."""
-    preferred = _free_port()
+    preferred = free_port()
     choose = (
         "import sys\nfrom fairway.cli.fleet.ports import choose_ports\n"
         f"ports = choose_ports(['a'], fixed={{}}, remembered={{}}, preferred={{'a': {preferred}}})\n"
