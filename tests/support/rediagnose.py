@@ -8,21 +8,18 @@ from pathlib import Path
 from google.protobuf.json_format import Parse
 
 from fairway.v1 import controlplane_pb2 as cp
-from services.controlplane.diagnosis.policy.diagnose import Diagnosis, Evidence, diagnose
-from services.controlplane.diagnosis.policy.samples import Metric, samples_of
+from services.controlplane.diagnosis.listing import evidence_of
+from services.controlplane.diagnosis.policy.diagnose import Diagnosis, diagnose
+from services.controlplane.diagnosis.policy.samples import Metric
 from services.controlplane.diagnosis.store import found_of
 
 
 def rediagnosed(path: Path, *, model: str = "") -> Diagnosis:
     """Return the diagnosis of the samples in a file."""
     answer = Parse(path.read_text(), cp.DiagnoseLatencyResponse(), ignore_unknown_fields=True)
-    sides = [found_of(one) for one in (answer.baseline_samples, answer.window_samples)]
-    zones = {**sides[0].zones, **sides[1].zones}
-    baseline, window = (
-        Evidence(one.begin_s, one.end_s, samples_of(one.requests, zones), one.moments) for one in sides
-    )
+    sides = evidence_of(found_of(answer.baseline_samples), found_of(answer.window_samples))
     metric, name = Metric(answer.metric), model or answer.model
-    return diagnose(baseline, window, model=name, metric=metric, level=answer.quantile)
+    return diagnose(*sides, model=name, metric=metric, level=answer.quantile)
 
 
 def main() -> int:

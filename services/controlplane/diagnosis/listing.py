@@ -9,15 +9,18 @@ from typing import Final
 
 import numpy as np
 
+from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.grpc.leader_calls import LeadingPlane
 from services.adapters.threads import in_thread
+from services.controlplane.diagnosis.policy.comparison import Evidence, SampledSpan
 from services.controlplane.diagnosis.policy.diagnose import (
     LEAST_SAMPLES,
     Diagnosis,
     DiagnosisVerdict,
-    Evidence,
-    SampledSpan,
+    LatencyCause,
+    StageChange,
+    TreeStep,
     change_in,
     diagnose,
 )
@@ -168,14 +171,20 @@ def _difference(name: str, baseline: Found, window: Found) -> str:
     return ""
 
 
+def evidence_of(baseline: Found, window: Found) -> tuple[Evidence, Evidence]:
+    """Return the columns of both times. The zones of workers are those known in either."""
+    zones = {**baseline.zones, **window.zones}
+    sides = [
+        Evidence(one.begin_s, one.end_s, samples_of(one.requests, zones), one.moments)
+        for one in (baseline, window)
+    ]
+    return sides[0], sides[1]
+
+
 def _diagnosed(
     request: pb.DiagnoseLatencyRequest, metric: Metric, level: float, baseline: Found, window: Found
 ) -> Diagnosis:
-    sides = []
-    for found in (baseline, window):
-        table = samples_of(found.requests, {**baseline.zones, **window.zones})
-        sides.append(Evidence(found.begin_s, found.end_s, table, found.moments))
-    return diagnose(sides[0], sides[1], model=request.model, metric=metric, level=level)
+    return diagnose(*evidence_of(baseline, window), model=request.model, metric=metric, level=level)
 
 
 def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
@@ -201,39 +210,29 @@ def for_tenant(answer: pb.DiagnoseLatencyResponse, tenant: str) -> pb.DiagnoseLa
     return answer
 
 
+_ANSWER: Final = Mirror(
+    Diagnosis,
+    pb.DiagnoseLatencyResponse,
+    {
+        "level": Pair("quantile"),
+        "window": Pair("window", _span_message, unread=True),
+        "baseline": Pair("baseline", _span_message, unread=True),
+        "stages": Mirror(StageChange, pb.DiagnosedStage).each("stages"),
+        "tree": Mirror(TreeStep, pb.DiagnosedStep).each("tree"),
+        "causes": Mirror(LatencyCause, pb.DiagnosedCause).each("causes"),
+        "prices": Pair("step_prices"),
+    },
+    apart=("baseline_s", "window_s"),
+)
+
+
 def _message(
     request: pb.DiagnoseLatencyRequest, found: Diagnosis, notes: list[str], baseline: Found, window: Found
 ) -> pb.DiagnoseLatencyResponse:
-    message = pb.DiagnoseLatencyResponse(
-        verdict=found.verdict,
-        message=found.message,
-        model=found.model,
-        metric=found.metric,
-        quantile=found.level,
-        window=_span_message(found.window),
-        baseline=_span_message(found.baseline),
-        quantiles=pb.DiagnoseLatencyResponse.DiagnosedQuantiles(
-            baseline_s=found.baseline_s, window_s=found.window_s
-        ),
-        notes=notes,
-        step_prices=found.prices,
+    quantiles = pb.DiagnoseLatencyResponse.DiagnosedQuantiles(
+        baseline_s=found.baseline_s, window_s=found.window_s
     )
-    for stage in found.stages:
-        message.stages.add(
-            stage=stage.stage, baseline_s=stage.baseline_s, window_s=stage.window_s, share=stage.share
-        )
-    for step in found.tree:
-        message.tree.add(depth=step.depth, text=step.text)
-    for cause in found.causes:
-        message.causes.add(
-            kind=cause.kind,
-            subject=cause.subject,
-            score=cause.score,
-            share_s=cause.share_s,
-            counterfactual_s=cause.counterfactual_s,
-            evidence=cause.evidence,
-            next=cause.next,
-        )
+    message = _ANSWER.to_proto(found, quantiles=quantiles, notes=notes)
     if request.samples:
         message.window_samples.CopyFrom(samples_message(window))
         message.baseline_samples.CopyFrom(samples_message(baseline))

@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from fairway.mirror import Mirror
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import slis_pb2
 from services.adapters.frames import parsed, sealed_whole
@@ -50,6 +51,7 @@ _MAX_SOURCES: Final = 1024
 _MINUTES: Final = "minutes/"
 _HOURS: Final = "hours/"
 _BASELINES: Final = "baselines/"  # prefix of NAME-NUMBER
+_MOMENT: Final = Mirror(FleetMoment, pb.FleetMoment)
 
 
 @dataclass(slots=True)
@@ -381,10 +383,7 @@ def samples_message(found: Found, most: int = MAX_OF_HOUR, seed: float = 0.0) ->
         one = finished_to_proto(request)
         one.weight *= scale
         message.requests.append(one)
-    for moment in found.moments:
-        message.moments.add(unix_s=moment.unix_s, loading=moment.loading, ready=moment.ready)
-    if not found.moments:
-        message.moments.add(unix_s=found.begin_s)
+    message.moments.extend(map(_MOMENT.to_proto, found.moments or [FleetMoment(found.begin_s)]))
     message.moments[-1].zones.update(found.zones)
     return message
 
@@ -392,7 +391,7 @@ def samples_message(found: Found, most: int = MAX_OF_HOUR, seed: float = 0.0) ->
 def found_of(message: pb.RequestSamples) -> Found:
     """Return the samples of a message."""
     zones = {worker: zone for one in message.moments for worker, zone in one.zones.items()}
-    moments = [FleetMoment(one.unix_s, tuple(one.loading), dict(one.ready)) for one in message.moments]
+    moments = map(_MOMENT.from_proto, message.moments)
     begin, end = getattr(message, "from"), message.to
     return Found(
         begin.seconds + begin.nanos / 1e9,

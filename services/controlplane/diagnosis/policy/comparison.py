@@ -32,15 +32,37 @@ Masks = tuple[Mask, Mask]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two times: its samples of one model and what the fleet was like."""
+class SampledSpan:
+    """A time, and the requests in it: those that the samples stand for."""
+
+    begin_s: float
+    end_s: float
+    requests: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The samples of a time, of all models, and what the fleet was like."""
 
     begin_s: float
     end_s: float
     samples: RequestTable
+    moments: Sequence[FleetMoment] = ()
+
+    def span(self, model: str = "") -> SampledSpan:
+        mask = self.samples.model == model if model else np.ones(len(self.samples), bool)
+        return SampledSpan(
+            self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum())
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side(Evidence):
+    """The evidence of one model. ``parts``: of each request's metric; ``buckets``: the number of each's."""
+
     parts: SpentTimes
     buckets: Floats
-    moments: Sequence[FleetMoment]
 
     @property
     def lasted_s(self) -> float:
@@ -160,34 +182,22 @@ class TwoTimes:
         return np.asarray(ratio * self.window.parts[part])
 
 
-def compare(
-    model: str,
-    metric: Metric,
-    level: float,
-    baseline: tuple[float, float, RequestTable, Sequence[FleetMoment]],
-    window: tuple[float, float, RequestTable, Sequence[FleetMoment]],
-) -> TwoTimes:
-    """Return the comparison of one model. Each time: begin, end, its samples, its moments."""
-    bucket_s = max(LEAST_BUCKET_S, (window[1] - window[0]) / BUCKETS)
-    usual = baseline[2].where(_of(baseline[2], model, metric))
+def compare(model: str, metric: Metric, level: float, baseline: Evidence, window: Evidence) -> TwoTimes:
+    """Return the comparison of one model."""
+    bucket_s = max(LEAST_BUCKET_S, (window.end_s - window.begin_s) / BUCKETS)
+    usual = _of(baseline.samples, model, metric)
     prices = fit_prices(usual)
 
-    def side(begin_s: float, end_s: float, samples: RequestTable, moments: Sequence[FleetMoment]) -> Side:
-        buckets = np.floor((samples.ended_s - begin_s) / bucket_s)
-        return Side(begin_s, end_s, samples, parts_of(samples, metric, prices), buckets, moments)
+    def side(found: Evidence, samples: RequestTable) -> Side:
+        buckets = np.floor((samples.ended_s - found.begin_s) / bucket_s)
+        parts = parts_of(samples, metric, prices)
+        return Side(found.begin_s, found.end_s, samples, found.moments, parts=parts, buckets=buckets)
 
-    asked = window[2].where(_of(window[2], model, metric))
-    return TwoTimes(
-        model,
-        metric,
-        level,
-        side(baseline[0], baseline[1], usual, baseline[3]),
-        side(window[0], window[1], asked, window[3]),
-        prices,
-        bucket_s,
-    )
+    asked = _of(window.samples, model, metric)
+    sides = side(baseline, usual), side(window, asked)
+    return TwoTimes(model, metric, level, *sides, prices, bucket_s)
 
 
-def _of(samples: RequestTable, model: str, metric: Metric) -> Mask:
+def _of(samples: RequestTable, model: str, metric: Metric) -> RequestTable:
     found = samples.model == model
-    return np.asarray(found & (samples.output > 1) if metric is Metric.ITL else found, dtype=bool)
+    return samples.where(found & (samples.output > 1) if metric is Metric.ITL else found)

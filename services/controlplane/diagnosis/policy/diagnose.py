@@ -7,19 +7,17 @@ that it explains. Without a certain cause the answer is that none was found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import TwoTimes, compare
+from services.controlplane.diagnosis.policy.comparison import Evidence, SampledSpan, TwoTimes, compare
 from services.controlplane.diagnosis.policy.demand import DemandSuspects
 from services.controlplane.diagnosis.policy.quantiles import change_point, quantile, ratio_interval, rises
 from services.controlplane.diagnosis.policy.samples import (
     STAGES,
-    FleetMoment,
     Floats,
     Metric,
     RequestTable,
@@ -46,32 +44,6 @@ class DiagnosisVerdict(StrEnum):
     NO_CAUSE_FOUND = "NO_CAUSE_FOUND"
     NOT_ENOUGH_TRAFFIC = "NOT_ENOUGH_TRAFFIC"
     BASELINE_DIFFERS = "BASELINE_DIFFERS"
-
-
-@dataclass(frozen=True, slots=True)
-class SampledSpan:
-    """A time, and the requests in it: those that the samples stand for."""
-
-    begin_s: float
-    end_s: float
-    requests: int = 0
-    samples: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The samples of a time, of all models, and what the fleet was like."""
-
-    begin_s: float
-    end_s: float
-    samples: RequestTable
-    moments: Sequence[FleetMoment] = ()
-
-    def span(self, model: str = "") -> SampledSpan:
-        mask = self.samples.model == model if model else np.ones(len(self.samples), bool)
-        return SampledSpan(
-            self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum())
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +89,7 @@ class Diagnosis:
     stages: tuple[StageChange, ...] = ()
     tree: tuple[TreeStep, ...] = ()
     causes: tuple[LatencyCause, ...] = ()
-    prices: tuple[float, float, float, float] = field(default=(0.0, 0.0, 0.0, 0.0))
+    prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
 
 def diagnose(
@@ -130,8 +102,7 @@ def diagnose(
 ) -> Diagnosis:
     """Return the diagnosis of a model, or without a name of the model whose quantile rose most certainly."""
     names = [model] if model else sorted({str(one) for one in window.samples.model if one})
-    sides = [(one.begin_s, one.end_s, one.samples, one.moments) for one in (baseline, window)]
-    found = [compare(name, metric, level, sides[0], sides[1]) for name in names]
+    found = [compare(name, metric, level, baseline, window) for name in names]
     changes = [(_change(one), one) for one in found if _is_enough(one)]
     if not changes:
         return _too_little(baseline, window, model, metric, level)

@@ -12,11 +12,10 @@ import pytest
 from msgspec import structs
 
 from services.controlplane.diagnosis.policy import diagnose as diagnosis
-from services.controlplane.diagnosis.policy.comparison import TwoTimes, compare
+from services.controlplane.diagnosis.policy.comparison import Evidence, TwoTimes, compare
 from services.controlplane.diagnosis.policy.diagnose import (
     Diagnosis,
     DiagnosisVerdict,
-    Evidence,
     change_in,
     diagnose,
 )
@@ -185,9 +184,8 @@ def test_loaded_hosts_are_no_slow_store() -> None:
 
 def test_all_zones_slow_alike_are_no_suspects() -> None:
     world = replace(USUAL, zone_delay_s={"a": 0.06, "b": 0.06})
-    window = samples_of(drawn(world, WINDOW_S[0], 30.0, 9), ZONES)
-    baseline = samples_of(usual(1), ZONES)
-    found = compare("chat", Metric.TTFT, 0.95, (*BASELINE_S, baseline, ()), (*WINDOW_S, window, ()))
+    window = evidence(drawn(world, WINDOW_S[0], 30.0, 9), WINDOW_S)
+    found = compare("chat", Metric.TTFT, 0.95, evidence(usual(1), BASELINE_S), window)
     assert found.after_s > 2 * found.before_s
     assert CauseKind.ZONE_NETWORK_SLOW not in [one.kind for one in suspects_of(found)]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import common_pb2
+from services.controlplane.diagnosis import store as samples
 from services.controlplane.objectives.policy.gates import MetricEvidence
 from services.controlplane.rollouts import convert as rollouts
 from services.controlplane.rollouts.fit import ArmFit
@@ -36,7 +37,7 @@ class Seen:
 
 PAIRS: Final[dict[str, Any]] = {"ids": Pair("top_ids"), "token": Pair("token", str.upper, str.lower)}
 _MODULES: Final = (
-    *(controlplane, inference, ledger, registry),
+    *(controlplane, inference, ledger, registry, samples),
     *(rollouts, rows, scheduler, slis, usage, worker),
 )
 _WRITTEN: Final = (
