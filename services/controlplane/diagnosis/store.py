@@ -368,13 +368,13 @@ def _decoded(bucket: _Bucket) -> Iterator[FinishedRequest]:
             yield finished_from_proto(message)
 
 
-def samples_message(found: Found, most: int = MAX_OF_HOUR, seed: float = 0.0) -> pb.RequestSamples:
-    """Return samples on the wire, at most so many of them."""
+def samples_message(found: Found, seed: float = 0.0) -> pb.RequestSamples:
+    """Return samples on the wire, at most ``MAX_OF_HOUR`` of them."""
     requests = list(found.requests)
     scale = 1.0
-    if len(requests) > most:
-        scale = len(requests) / most
-        requests = Random(seed).sample(requests, most)
+    if len(requests) > MAX_OF_HOUR:
+        scale = len(requests) / MAX_OF_HOUR
+        requests = Random(seed).sample(requests, MAX_OF_HOUR)
     message = pb.RequestSamples(
         installation=found.installation, devices=found.devices, to=timestamp(found.end_s)
     )

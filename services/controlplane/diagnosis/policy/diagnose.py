@@ -34,7 +34,6 @@ FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet wi
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
 _CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
-LOADED: Final = 1.5  # ratio of the hosts' times from which the answer states that they are loaded
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
 

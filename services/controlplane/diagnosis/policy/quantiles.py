@@ -44,8 +44,6 @@ def allocated(values: Floats, weights: Floats, level: float, parts: Floats) -> F
     The contribution of a part is its mean over the requests at the quantile: the Euler allocation (Tasche,
     Capital Allocation to Business Units and Sub-Portfolios: the Euler Principle, 2008).
     """
-    if not len(values):
-        return np.zeros(parts.shape[1])
     return np.asarray(band_weights(values, weights, level) @ parts)
 
 

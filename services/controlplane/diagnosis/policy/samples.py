@@ -82,10 +82,8 @@ class RequestTable:
     returning_s: Floats
     log_s: Floats
     preemptions: Floats
-    batch_wait_s: Floats
     batch_rows: Floats
     batch_width: Floats
-    row_tokens: Floats
     tenant: Names
     model: Names
     version: Names
@@ -103,11 +101,7 @@ class RequestTable:
 
     def metric(self, metric: Metric) -> Floats:
         """Return the latency of each request; of one without a second token, an ITL of 0."""
-        if metric is Metric.TTFT:
-            return np.asarray(self.stages[:, :DECODE].sum(axis=1))
-        if metric is Metric.ITL:
-            return np.asarray(self.stages[:, DECODE] / np.maximum(1.0, self.output - 1))
-        return np.asarray(self.stages.sum(axis=1))
+        return np.asarray(self.stage_parts(metric).sum(axis=1))
 
     def stage_parts(self, metric: Metric) -> Floats:
         """Return the stages of each request, which sum to its metric."""
@@ -153,10 +147,8 @@ def samples_of(requests: Sequence[FinishedRequest], zones: Mapping[str, str]) ->
         returning_s=numbers([one.run.returning_us / 1e6 for one in found]),
         log_s=numbers([one.run.log_us / 1e6 for one in found]),
         preemptions=numbers([one.run.preemptions for one in found]),
-        batch_wait_s=numbers([one.run.batch_wait_us / 1e6 for one in found]),
         batch_rows=numbers([one.run.batch_rows for one in found]),
         batch_width=numbers([one.run.batch_width for one in found]),
-        row_tokens=numbers([one.run.row_tokens for one in found]),
         tenant=names([one.tenant for one in found]),
         model=names([one.model for one in found]),
         version=names([one.version_digest for one in found]),
@@ -221,7 +213,6 @@ def slowness(samples: RequestTable, prices: FittedPrices, mask: Mask) -> float:
 class SpentTimes:
     """The parts of each request's latency, in columns."""
 
-    metric: Metric
     columns: Mapping[SpentOn, Floats]
 
     def __getitem__(self, part: SpentOn) -> Floats:
@@ -258,7 +249,7 @@ def parts_of(samples: RequestTable, metric: Metric, prices: FittedPrices) -> Spe
     if metric is Metric.ITL:
         gaps = np.maximum(1.0, samples.output - 1)
         found = {part: column / gaps for part, column in found.items()}
-    return SpentTimes(metric, found)
+    return SpentTimes(found)
 
 
 def _add_steps(
