@@ -149,7 +149,8 @@ class _Fetch:
         self._take = take
         self._clock = swarm.clock
         self._lacking = dict.fromkeys(version.lacking())
-        self._open: dict[int, ChunkOrder] = {}  # queued or being carried out
+        # Orders that are queued or carried out, by chunk: whether no tracker made the order.
+        self._open: dict[int, bool] = {}
         self._queue: asyncio.Queue[ChunkOrder] = asyncio.Queue()
         self._peers: tuple[ChunkPeer, ...] = ()
         self._avoided: dict[str, float] = {}  # time until which a peer is avoided, by address
@@ -210,11 +211,11 @@ class _Fetch:
         lacking = [index for index in self._lacking if index not in self._open]
         most = min(wanted if peers else _UNTRACKED, len(lacking))
         for index in rng.sample(lacking, max(0, most)):
-            self._add(ChunkOrder(index, rng.choice(peers) if peers else None))
+            self._add(ChunkOrder(index, rng.choice(peers) if peers else None), is_guess=True)
 
-    def _add(self, order: ChunkOrder) -> None:
+    def _add(self, order: ChunkOrder, *, is_guess: bool = False) -> None:
         if order.index in self._lacking and order.index not in self._open:
-            self._open[order.index] = order
+            self._open[order.index] = is_guess
             self._queue.put_nowait(order)
 
     async def _work(self) -> NoReturn:
@@ -226,48 +227,57 @@ class _Fetch:
                 del self._open[order.index]
 
     async def _carry_out(self, order: ChunkOrder) -> None:
-        index, is_tracked = order.index, self._is_tracked
+        index, version = order.index, self._version
+        digest = version.chunks[index]
+        base = await in_thread(version.base.read, digest)
+        # A peer may send a delta, which is of no use without its base.
+        peer = None if base is None and digest in version.base.places else order.peer
         try:
-            data, wire_bytes = await self._receive(order)
+            data, wire_bytes = await self._receive(index, peer, base)
         except (FairwayError, TimeoutError) as error:
-            # A peer that lacks a chunk misled the tracker; requested at random, it did not.
-            is_guess = isinstance(error, NotFound) and not is_tracked
-            is_busy = isinstance(error, Unavailable) and error.retry_after_s is not None
-            address = "" if order.peer is None or is_guess or is_busy else order.peer.address
-            if order.peer is None and isinstance(error, IntegrityError):
-                self._damaged[index] += 1
-                if self._damaged[index] > 1:
-                    raise
-            if address:
-                self._avoided[address] = self._clock.monotonic_s() + AVOID_S
-                log.warning("model_chunk.peer_failed", peer=address, chunk=index, error=repr(error))
-            elif order.peer is None and isinstance(error, FairwayError):
-                self._error = error
-            self._version.failed.append(FailedChunk(index, address))
+            self._fail(index, peer, error)
             return
         await self._take(index, data)
-        self._swarm.received_bytes["from_registry" if order.peer is None else "from_peer"] += wire_bytes
-        self._version.add(index)
+        self._swarm.received_bytes["from_registry" if peer is None else "from_peer"] += wire_bytes
+        version.add(index)
         del self._lacking[index]
         self._moved_s = self._clock.monotonic_s()
         if not self._lacking:
             self._done.set()
 
-    async def _receive(self, order: ChunkOrder) -> tuple[bytes, int]:
-        """Return a verified chunk, and the bytes that were received for it.
+    def _fail(self, index: int, peer: ChunkPeer | None, error: FairwayError | TimeoutError) -> None:
+        """Report a chunk that did not come, and avoid a peer that is to blame.
+
+        Raises IntegrityError for a chunk that the registry damaged twice.
+        """
+        if peer is None and isinstance(error, IntegrityError):
+            self._damaged[index] += 1
+            if self._damaged[index] > 1:
+                raise error
+        # A peer that lacks a chunk misled the tracker; requested at random, it did not.
+        is_guess = isinstance(error, NotFound) and self._open[index]
+        is_busy = isinstance(error, Unavailable) and error.retry_after_s is not None
+        address = "" if peer is None or is_guess or is_busy else peer.address
+        if address:
+            self._avoided[address] = self._clock.monotonic_s() + AVOID_S
+            log.warning("model_chunk.peer_failed", peer=address, chunk=index, error=repr(error))
+        elif peer is None and isinstance(error, FairwayError):
+            self._error = error
+        self._version.failed.append(FailedChunk(index, address))
+
+    async def _receive(self, index: int, peer: ChunkPeer | None, base: bytes | None) -> tuple[bytes, int]:
+        """Return a verified chunk from a peer or the registry, and the bytes that were received for it.
 
         Raises TimeoutError, IntegrityError, and what the source raises.
         """
-        version, swarm, index = self._version, self._swarm, order.index
+        version, swarm = self._version, self._swarm
         size_bytes, digest, data = version.chunk_bytes(index), version.chunks[index], bytearray()
-        base = await in_thread(version.base.read, digest)
-        is_lost = base is None and digest in version.base.places  # then no delta can be used
-        if order.peer is None or is_lost:
+        if peer is None:
             stall_s = _REGISTRY_STALL_S
-            source = swarm.registry.download(digest, base="" if is_lost else version.base.chunk(digest))
+            source = swarm.registry.download(digest, base="" if base is None else version.base.chunk(digest))
         else:
             stall_s = STALL_S
-            source = swarm.peers.read(order.peer, version.digest, index, version.base.digest)
+            source = swarm.peers.read(peer, version.digest, index, version.base.digest)
         async with asyncio.timeout(CHUNK_S), aclosing(source) as pieces:
             while len(data) <= size_bytes:
                 async with asyncio.timeout(stall_s):

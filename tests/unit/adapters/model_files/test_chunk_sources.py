@@ -1,0 +1,138 @@
+"""A fetch in a swarm charges what fails to the source that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from services.adapters.model_files import swarm as node_side
+from services.adapters.model_files.shared_chunks import PIECE_BYTES, ChunkBase, SharedVersion
+from services.adapters.model_files.swarm import Swarm
+from services.core.errors import IntegrityError, NotFound, Unavailable
+from services.core.manifest import ManifestFile, sha256_of
+from services.core.swarm import ChunkOrder, ChunkOrders, ChunkPeer, ChunkReport, FailedChunk
+from services.runtime.clock import SystemClock
+
+DIGEST = "sha256:" + "0" * 64
+PEER = ChunkPeer("peer:1")
+
+
+def file_of(chunks: list[bytes]) -> ManifestFile:
+    whole = b"".join(chunks)
+    starts = tuple(sum(map(len, chunks[:at])) for at in range(len(chunks)))
+    return ManifestFile("a.safetensors", len(whole), sha256_of(whole), tuple(map(sha256_of, chunks)), starts)
+
+
+class Registry:
+    """Orders every chunk from ``source``, and sends what is requested of it."""
+
+    def __init__(self, chunks: list[bytes], source: ChunkPeer | None = None) -> None:
+        self.file = file_of(chunks)
+        self.source = source
+        self.contents = {sha256_of(chunk): chunk for chunk in chunks}
+        self.reports: list[ChunkReport] = []
+        self.damages = 0  # next chunks that are damaged
+        self.is_away: Callable[[], bool] = lambda: False  # called for each report
+
+    @property
+    def failed(self) -> set[FailedChunk]:
+        return {failed for report in self.reports for failed in report.failed}
+
+    async def exchange_chunks(self, _: str, __: str, report: ChunkReport, **___: str) -> ChunkOrders:
+        if self.is_away():
+            raise Unavailable("no registry")
+        self.reports.append(report)
+        had = {index for each in self.reports for index in each.gained} | set(report.fetching)
+        lacking = [index for index in range(len(self.file.chunks)) if index not in had]
+        orders = tuple(ChunkOrder(index, self.source) for index in lacking[: report.wanted])
+        return ChunkOrders(orders, peers=(PEER,), next_report_s=0.05)
+
+    async def download(self, digest: str, *_: int, base: str = "") -> AsyncGenerator[bytes, None]:
+        data = self.contents[digest]
+        if self.damages:
+            self.damages -= 1
+            data = b"!" + data[1:]
+        for begin in range(0, len(data), PIECE_BYTES):
+            yield data[begin : begin + PIECE_BYTES]
+
+
+class Peers:
+    """One peer, which sends what it has."""
+
+    def __init__(self, contents: list[bytes]) -> None:
+        self.contents = dict(enumerate(contents))
+        self.sends = asyncio.Event()
+        self.sends.set()
+        self.waiting = 0
+
+    async def read(self, _: ChunkPeer, __: str, index: int, ___: str) -> AsyncGenerator[bytes, None]:
+        self.waiting += 1
+        await self.sends.wait()
+        if index not in self.contents:
+            raise NotFound("not here")
+        yield self.contents[index]
+
+
+async def fetch(registry: Registry, peers: Peers, base: ChunkBase | None = None) -> Swarm:
+    """Return the swarm of a node that fetched the version."""
+    node, clock = ChunkPeer("node:1"), SystemClock()
+    swarm = Swarm(cast(Any, registry), cast(Any, peers), node, clock, Random(0))
+    version = SharedVersion("m", DIGEST, [registry.file], [], base)
+    got: dict[int, bytes] = {}
+
+    async def take(index: int, data: bytes) -> None:
+        got[index] = data
+
+    async with asyncio.timeout(30.0):
+        await swarm.fetch(version, take)
+    assert sorted(map(sha256_of, got.values())) == sorted(registry.file.chunks)
+    return swarm
+
+
+def lost_base(registry: Registry) -> ChunkBase:
+    """Return a base of every chunk whose file is gone."""
+    old = file_of([b"o" * len(chunk) for chunk in registry.contents.values()])
+    places = {chunk: (old, at) for at, chunk in enumerate(registry.file.chunks)}
+    return ChunkBase("sha256:" + "1" * 64, Path("/nowhere"), places)
+
+
+async def test_what_the_registry_damages_for_a_lost_base_is_not_the_ordered_peer_s() -> None:
+    chunks = [b"first", b"second"]
+    registry = Registry(chunks, source=PEER)
+    registry.damages = 1
+    swarm = await fetch(registry, Peers(chunks), lost_base(registry))
+    assert registry.failed == {FailedChunk(0, "")}
+    assert swarm.received_bytes == {"from_registry": len(b"".join(chunks))}
+
+
+async def test_the_registry_damages_twice_what_has_lost_its_base() -> None:
+    registry = Registry([b"first"], source=PEER)
+    registry.damages = 2
+    with pytest.raises(IntegrityError):
+        await fetch(registry, Peers([b"first"]), lost_base(registry))
+
+
+async def test_an_order_guessed_without_the_tracker_blames_no_peer_once_it_is_back() -> None:
+    chunks = [str(number).encode() for number in range(60)]
+    registry, peers = Registry(chunks), Peers([])
+    peers.sends.clear()
+    turns = 0
+
+    def is_away() -> bool:
+        """Away at the second report; back at the third, while guessed orders still queue."""
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            assert peers.waiting == node_side.PARALLEL, "no guessed order is queued"
+            peers.sends.set()
+        return turns == 2
+
+    registry.is_away = is_away
+    await fetch(registry, peers)
+    assert len(registry.failed) > node_side.PARALLEL, "the peer was asked for nothing later"
+    assert not any(failed.address for failed in registry.failed)
