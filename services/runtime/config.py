@@ -25,6 +25,7 @@ _ALIAS: Final = re.compile(r"(?=.*[A-Z_/])[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*
 StoreAddress = Annotated[str, Field(pattern=r"^((https?://)?[^\s:/]+:\d{1,5}|unix:/[^\s,]+)$")]
 Tls = Literal["auto", "on", "off"]
 LOOPBACK: Final = ("127.", "localhost:", "[::1]")
+_LEAST_RATE: Final = 1024**2  # of model files; a chunk of 4 MiB passes in 4 s
 
 
 class ConfigError(Exception):
@@ -222,7 +223,7 @@ class Settings(BaseModel):
     null_step_s: float = Field(default=0.0, ge=0, le=60)
     # Most bytes of model files on disk.
     model_cache_bytes: int = Field(default=20 * 1024**3, ge=1024**2)
-    # Most bytes per second that a worker or follower sends of model files to others; 0: no bound.
+    # Most bytes per second that a worker or follower sends of model files; at least 1 MiB; 0: no bound.
     model_upload_bytes_per_s: int = Field(default=0, ge=0)
     # The same of what it fetches in swarms.
     model_download_bytes_per_s: int = Field(default=0, ge=0)
@@ -332,6 +333,16 @@ class Settings(BaseModel):
         for alias in value:
             if len(alias) > 128 or not _ALIAS.fullmatch(alias):
                 raise ValueError(f"the alias {alias!r} needs a capital, _ or one slash, as no deployment has")
+        return value
+
+    @field_validator("model_upload_bytes_per_s", "model_download_bytes_per_s")
+    @classmethod
+    def _rate_passes_chunks(cls, value: int) -> int:
+        if 0 < value < _LEAST_RATE:
+            raise ValueError(
+                f"the least rate of model files is {_LEAST_RATE} bytes per second, and 0 is no bound: a "
+                "slower node holds up those that fetch from it"
+            )
         return value
 
     @model_validator(mode="after")

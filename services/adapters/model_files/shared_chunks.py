@@ -12,14 +12,15 @@ from services.adapters import chunk_delta
 from services.adapters.model_files.folders import good_chunk, read_chunk
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, Unavailable
-from services.core.manifest import ManifestFile, distinct_chunks, sha256_of
+from services.core.manifest import CHUNK_BYTES, ManifestFile, distinct_chunks, sha256_of
 from services.core.swarm import FailedChunk, bitmap_of
 from services.core.token_bucket import TokenBucket
 from services.ports.clock import Clock
 
 PIECE_BYTES: Final = 128 * 1024
-UPLOADS: Final = 16  # chunks that are sent at once
+UPLOADS: Final = 16  # most chunks that are sent at once
 _TURN_S: Final = 2.0  # longest wait for one of them to end
+_CHUNK_S: Final = 4.0  # longest time for which a node's rate delays a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +133,30 @@ class ByteRate:
         self._rate = rate
         self._clock = clock
         self._bucket = TokenBucket(rate, max(PIECE_BYTES, rate // 4))
+        self._turn = asyncio.Lock()
+
+    def at_once(self, most: int) -> int:
+        """Return how many chunks are to pass at once, so that none takes longer than ``_CHUNK_S``."""
+        return min(most, max(1, int(self._rate * _CHUNK_S) // CHUNK_BYTES)) if self._rate else most
 
     async def take(self, size_bytes: int) -> None:
-        """Return when so many bytes may pass."""
-        while self._rate and size_bytes:
-            size_bytes -= self._bucket.take(size_bytes, self._clock.monotonic_s())
-            if size_bytes:
+        """Return when so many bytes may pass, in the order of the calls."""
+        if not self._rate:
+            return
+        async with self._turn:
+            while size_bytes := size_bytes - self._bucket.take(size_bytes, self._clock.monotonic_s()):
                 await self._clock.sleep(min(size_bytes, PIECE_BYTES) / self._rate)
 
 
 class SharedChunks:
-    """The versions that this node shares. At most ``UPLOADS`` chunks are sent at once."""
+    """The versions that this node shares. Up to ``UPLOADS`` chunks are sent at once, fewer at a low rate."""
 
     def __init__(self, clock: Clock, *, bytes_per_s: int = 0) -> None:
         self.versions: dict[tuple[str, str], SharedVersion] = {}
         self.sent_bytes = 0
         self._pace = ByteRate(bytes_per_s, clock)
-        self._turns = asyncio.Semaphore(UPLOADS)
+        self._most = self._pace.at_once(UPLOADS)
+        self._turns = asyncio.Semaphore(self._most)
 
     async def pieces(self, digest: str, index: int, base_digest: str = "") -> AsyncGenerator[bytes, None]:
         """Yield a chunk, or its delta from that of a version which the caller has.
@@ -161,7 +169,7 @@ class SharedChunks:
             async with asyncio.timeout(_TURN_S):
                 await self._turns.acquire()
         except TimeoutError:
-            raise Unavailable(f"{UPLOADS} chunks are being sent", retry_after_s=1.0) from None
+            raise Unavailable(f"{self._most} chunks are being sent", retry_after_s=1.0) from None
         try:
             data = memoryview(await in_thread(version.sent, index))
             for begin in range(0, len(data), PIECE_BYTES):

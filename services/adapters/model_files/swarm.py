@@ -37,9 +37,9 @@ log = structlog.get_logger()
 Take = Callable[[int, bytes], Awaitable[None]]
 
 STALL_S: Final = 5.0  # time without a byte after which a peer has stalled
-CHUNK_S: Final = 60.0  # longest time for a chunk
+CHUNK_S: Final = 60.0  # longest time that is waited for the bytes of a chunk
 PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
-PARALLEL: Final = 8  # chunks that are received at once
+PARALLEL: Final = 8  # most chunks that are received at once
 _REGISTRY_STALL_S: Final = 30.0  # longest wait of a chunk for its turn there
 _LEAST_ORDERS: Final = 8
 _RETRY_S: Final = 0.5
@@ -141,7 +141,7 @@ class Swarm:
 
 
 class _Fetch:
-    """One fetch: a task that reports and queues orders, and ``PARALLEL`` ones that carry them out."""
+    """One fetch: a task that reports and queues orders, and up to ``PARALLEL`` that carry them out."""
 
     def __init__(self, swarm: Swarm, version: SharedVersion, take: Take) -> None:
         self._swarm = swarm
@@ -163,7 +163,8 @@ class _Fetch:
     async def run(self) -> None:
         try:
             async with TaskGroup() as group:
-                workers = [group.create_task(self._work()) for _ in range(PARALLEL)]
+                count = self._swarm.pace.at_once(PARALLEL)
+                workers = [group.create_task(self._work()) for _ in range(count)]
                 await self._steer()
                 for worker in workers:
                     worker.cancel()
@@ -278,10 +279,13 @@ class _Fetch:
         else:
             stall_s = STALL_S
             source = swarm.peers.read(peer, version.digest, index, version.base.digest)
-        async with asyncio.timeout(CHUNK_S), aclosing(source) as pieces:
+        left_s = CHUNK_S  # without the waits for this node's own rate, for which no source is to blame
+        async with aclosing(source) as pieces:
             while len(data) <= size_bytes:
-                async with asyncio.timeout(stall_s):
+                began_s = self._clock.monotonic_s()
+                async with asyncio.timeout(min(stall_s, left_s)):
                     piece = await anext(pieces, b"")
+                left_s -= self._clock.monotonic_s() - began_s
                 if not piece:
                     break
                 data += piece

@@ -30,6 +30,8 @@ def test_values_are_parsed() -> None:
             "FAIRWAY_ETCD_ENDPOINTS": "a:1,b:2",
             "FAIRWAY_LISTEN": "127.0.0.1:9000",
             "FAIRWAY_DRAIN_S": "2.5",
+            "FAIRWAY_MODEL_UPLOAD_BYTES_PER_S": "1048576",
+            "FAIRWAY_MODEL_DOWNLOAD_BYTES_PER_S": "0",
             "FAIRWAY_CORS_ORIGINS": "https://a.example,http://localhost:3000",
             "FAIRWAY_MODEL_ALIASES": "org/Chat-1B=chat,my_chat=chat",
         }
@@ -59,6 +61,9 @@ def test_values_are_parsed() -> None:
         ("FAIRWAY_MODEL_ALIASES", "chat=other"),
         ("FAIRWAY_MODEL_ALIASES", "a/B/c=chat"),
         ("FAIRWAY_MODEL_ALIASES", "/B=chat"),
+        ("FAIRWAY_MODEL_UPLOAD_BYTES_PER_S", "1048575"),
+        ("FAIRWAY_MODEL_DOWNLOAD_BYTES_PER_S", "1"),
+        ("FAIRWAY_MODEL_DOWNLOAD_BYTES_PER_S", "-1"),
         ("FAIRWAY_DRIAN_S", "1"),
     ],
 )

@@ -1,23 +1,27 @@
-"""A fetch in a swarm charges what fails to the source that failed."""
+"""A fetch in a swarm charges what fails to the source that failed, and this node's own rate to none."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from random import Random
 from typing import Any, cast
 
 import pytest
 
+from services.adapters.model_files import shared_chunks
 from services.adapters.model_files import swarm as node_side
-from services.adapters.model_files.shared_chunks import PIECE_BYTES, ChunkBase, SharedVersion
+from services.adapters.model_files.shared_chunks import PIECE_BYTES, ChunkBase, SharedChunks, SharedVersion
 from services.adapters.model_files.swarm import Swarm
 from services.core.errors import IntegrityError, NotFound, Unavailable
-from services.core.manifest import ManifestFile, sha256_of
+from services.core.manifest import CHUNK_BYTES, ManifestFile, sha256_of
 from services.core.swarm import ChunkOrder, ChunkOrders, ChunkPeer, ChunkReport, FailedChunk
 from services.runtime.clock import SystemClock
+from tests.support.clocks import HandClock
 
+MIB = 2**20
 DIGEST = "sha256:" + "0" * 64
 PEER = ChunkPeer("peer:1")
 
@@ -37,6 +41,7 @@ class Registry:
         self.contents = {sha256_of(chunk): chunk for chunk in chunks}
         self.reports: list[ChunkReport] = []
         self.damages = 0  # next chunks that are damaged
+        self.next_report_s = 0.05
         self.is_away: Callable[[], bool] = lambda: False  # called for each report
 
     @property
@@ -50,7 +55,7 @@ class Registry:
         had = {index for each in self.reports for index in each.gained} | set(report.fetching)
         lacking = [index for index in range(len(self.file.chunks)) if index not in had]
         orders = tuple(ChunkOrder(index, self.source) for index in lacking[: report.wanted])
-        return ChunkOrders(orders, peers=(PEER,), next_report_s=0.05)
+        return ChunkOrders(orders, peers=(PEER,), next_report_s=self.next_report_s)
 
     async def download(self, digest: str, *_: int, base: str = "") -> AsyncGenerator[bytes, None]:
         data = self.contents[digest]
@@ -78,10 +83,10 @@ class Peers:
         yield self.contents[index]
 
 
-async def fetch(registry: Registry, peers: Peers, base: ChunkBase | None = None) -> Swarm:
+async def fetch(registry: Registry, peers: Peers, base: ChunkBase | None = None, rate: int = 0) -> Swarm:
     """Return the swarm of a node that fetched the version."""
     node, clock = ChunkPeer("node:1"), SystemClock()
-    swarm = Swarm(cast(Any, registry), cast(Any, peers), node, clock, Random(0))
+    swarm = Swarm(cast(Any, registry), cast(Any, peers), node, clock, Random(0), download_bytes_per_s=rate)
     version = SharedVersion("m", DIGEST, [registry.file], [], base)
     got: dict[int, bytes] = {}
 
@@ -118,8 +123,9 @@ async def test_the_registry_damages_twice_what_has_lost_its_base() -> None:
 
 
 async def test_an_order_guessed_without_the_tracker_blames_no_peer_once_it_is_back() -> None:
-    chunks = [str(number).encode() for number in range(60)]
+    chunks = [str(number).encode() for number in range(40)]
     registry, peers = Registry(chunks), Peers([])
+    registry.next_report_s = 0.5  # long beside the time of 8 chunks: a node queues 16 next
     peers.sends.clear()
     turns = 0
 
@@ -130,9 +136,42 @@ async def test_an_order_guessed_without_the_tracker_blames_no_peer_once_it_is_ba
         if turns == 3:
             assert peers.waiting == node_side.PARALLEL, "no guessed order is queued"
             peers.sends.set()
+            registry.next_report_s = 0.05
         return turns == 2
 
     registry.is_away = is_away
     await fetch(registry, peers)
-    assert len(registry.failed) > node_side.PARALLEL, "the peer was asked for nothing later"
+    assert len(registry.failed) > node_side.PARALLEL, (
+        "the peer was asked for nothing once the tracker was back"
+    )
     assert not any(failed.address for failed in registry.failed)
+
+
+async def test_a_node_s_own_rate_is_not_charged_to_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_side, "CHUNK_S", 0.5)
+    chunks = [bytes([number]) * MIB for number in range(3)]
+    registry = Registry(chunks, source=PEER)
+    swarm = await fetch(registry, Peers(chunks), rate=MIB)
+    assert swarm.received_bytes == {"from_peer": 3 * MIB}
+    assert not registry.failed
+
+
+async def test_a_node_with_a_low_rate_sends_few_chunks_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each in a few seconds: all at once would exceed the time in which receivers expect one."""
+    monkeypatch.setattr(shared_chunks, "_TURN_S", 0.05)
+    chunks = [bytes([number]) * CHUNK_BYTES for number in range(3)]
+    file = file_of(chunks)
+    (tmp_path / file.path).write_bytes(b"".join(chunks))
+    shared = SharedChunks(HandClock(), bytes_per_s=2 * MIB)
+    version = SharedVersion("m", DIGEST, [file], [tmp_path])
+    version.add_all()
+    shared.versions[version.key] = version
+    async with aclosing(shared.pieces(DIGEST, 0)) as one, aclosing(shared.pieces(DIGEST, 1)) as other:
+        await anext(one)
+        await anext(other)
+        async with aclosing(shared.pieces(DIGEST, 2)) as third:
+            with pytest.raises(Unavailable) as caught:
+                await anext(third)
+        assert caught.value.retry_after_s
