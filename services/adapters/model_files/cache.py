@@ -28,10 +28,10 @@ from typing import Final, TypeVar
 
 import structlog
 
-from services.adapters.model_files import folders as model_folders
 from services.adapters.model_files.chunk_fetcher import ChunkFetcher
 from services.adapters.model_files.folders import ModelFolders, chunks_are_good
 from services.adapters.model_files.kept_chunks import KeptChunks, KeptFolder, chunks_in
+from services.adapters.model_files.partial_files import PartialFiles
 from services.adapters.model_files.shared_chunks import SharedVersion
 from services.adapters.model_files.swarm import Swarm
 from services.adapters.threads import in_thread
@@ -66,8 +66,7 @@ _HEX_DIGITS: Final = 64  # hex digits of the version at the beginning of a folde
 _STALE_PARTIALS: Final = 8
 RESERVE_BYTES: Final = 64 * 1024 * 1024
 _OWNED: Final = "the folder of model files is owned by another process: give each its own FAIRWAY_STATE_DIR"
-# A smaller version comes from the registry alone.
-SWARM_BYTES: Final = 16 * 1024 * 1024
+SWARM_BYTES: Final = 16 * 1024 * 1024  # least size of a version that comes from a swarm
 _MOST_BASES: Final = 4  # versions whose chunks a fetch reuses
 
 _Share = Callable[..., SharedVersion]
@@ -167,12 +166,9 @@ class ModelFiles:
             files = tuple(file for file in manifest.files if only is None or only(file.path))
             if not files:
                 raise NotFound(f"no file of {digest} is selected", digest=digest)
-            is_whole = len(files) == len(manifest.files)
-            name = _folder_name(digest, files, whole=is_whole)
-            share = None
-            if self._swarm is not None and is_whole and manifest.size_bytes >= SWARM_BYTES:
-                folders = (self._folders.ready(name), self._folders.partial(name))
-                share = partial(SharedVersion, model, digest, files, folders)
+            name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
+            folders = (self._folders.ready(name), self._folders.partial(name))
+            share = partial(SharedVersion, model, digest, files, folders)
             have = partial(self._have, name, files, progress or _silent, recheck, share)
             return await self._in_turn(name, have)
         except OSError as exc:
@@ -286,18 +282,23 @@ class ModelFiles:
         files: Sequence[ManifestFile],
         progress: Progress,
         recheck: bool,
-        share: _Share | None,
+        share: _Share,
     ) -> Path:
         if await self._is_good(name, files, recheck=recheck):
             await in_thread(self._folders.touch, name)
         else:
             await self._download(name, files, progress, share)
-        if self._swarm is not None and share is not None:
-            self._swarm.share(share())
+        if (swarm := self._swarm_of(name, files)) is not None:
+            swarm.share(share())
         self._uses += 1
         self._kept[name].use = self._uses
         progress(1.0)
         return self._folders.ready(name)
+
+    def _swarm_of(self, name: str, files: Sequence[ManifestFile]) -> Swarm | None:
+        """Return the swarm of a folder; None: a smaller or no whole version comes from the registry alone."""
+        is_whole = len(name) == _HEX_DIGITS
+        return self._swarm if is_whole and sum(file.size_bytes for file in files) >= SWARM_BYTES else None
 
     async def _is_good(self, name: str, files: Sequence[ManifestFile], *, recheck: bool) -> bool:
         kept = self._kept.get(name)
@@ -327,7 +328,7 @@ class ModelFiles:
             self._swarm.leave("sha256:" + name)
 
     async def _download(
-        self, name: str, files: Sequence[ManifestFile], progress: Progress, share: _Share | None
+        self, name: str, files: Sequence[ManifestFile], progress: Progress, share: _Share
     ) -> None:
         total = sum(file.size_bytes for file in files)
         self._require_bound(total)
@@ -354,17 +355,16 @@ class ModelFiles:
         files: Sequence[ManifestFile],
         missing: Sequence[ManifestFile],
         meter: _Meter,
-        share: _Share | None,
+        share: _Share,
     ) -> None:
         """Fetch what no folder has; complete the folder."""
         await self._make_room(name, sum(file.size_bytes for file in missing))
         try:
             async with self._kept_chunks(missing) as kept:
-                if share is None or not await self._fetch_from_swarm(
-                    name, missing, meter, kept, share(base=kept.base)
-                ):
-                    for file in missing:
-                        await self._fetch_file(name, file, meter, kept)
+                shared = share(base=kept.base)
+                partial_files = PartialFiles(self._folders, name, missing, shared, meter.add)
+                await partial_files.open(kept)
+                await self._receive(partial_files, shared, self._swarm_of(name, files))
             try:
                 await in_thread(self._folders.promote, name, files)
             finally:
@@ -372,9 +372,11 @@ class ModelFiles:
                 if self._folders.ready(name).exists():
                     self._uses += 1
                     self._kept[name] = _Kept(self._folders.inodes(name), self._uses, checked=True)
-        except OSError:
+        except BaseException as error:
+            self._share_no_more(name)
             # On a full disk no partial file stays. After a kill or a lost connection, verified chunks do.
-            await in_thread(self._folders.drop_partial, name)
+            if isinstance(error, OSError):
+                await in_thread(self._folders.drop_partial, name)
             raise
         finally:
             del self._reserved[name]
@@ -404,70 +406,17 @@ class ModelFiles:
             manifest = Manifest(())
         return KeptFolder(digest, self._folders.ready(name), manifest)
 
-    async def _fetch_file(self, name: str, file: ManifestFile, meter: _Meter, kept: KeptChunks) -> None:
-        path = await in_thread(self._folders.begin_file, name, file)
-        whole = hashlib.sha256()
-        index = 0
-        while index < len(file.chunks) and await in_thread(
-            model_folders.chunk_is_good, path, file, index, whole
-        ):
-            meter.add(file.chunk_bytes(index))
-            index += 1
-        for missing in range(index, len(file.chunks)):
-            data = await in_thread(kept.read, file.chunks[missing])
-            if data is None:
-                data = await self._chunks.fetch(file, missing)
-            await in_thread(model_folders.append_chunk, path, file.start(missing), data, whole)
-            meter.add(len(data))
-        await in_thread(model_folders.cut, path, file.size_bytes)
-        if "sha256:" + whole.hexdigest() != file.digest:
-            raise _not_the_file(file)
-
-    async def _fetch_from_swarm(
-        self,
-        name: str,
-        missing: Sequence[ManifestFile],
-        meter: _Meter,
-        kept: KeptChunks,
-        shared: SharedVersion,
-    ) -> bool:
-        """Return whether the files are there; False: no swarm takes this node in.
-
-        Chunks arrive in any order. Those of an earlier fetch or another version are shared, not fetched.
-        """
-        assert self._swarm is not None
-        paths, good = {}, {}
-        for file in missing:
-            paths[file.path] = await in_thread(self._folders.begin_file, name, file)
-            good[file.path] = await in_thread(model_folders.good_chunks, paths[file.path], file)
-            meter.add(sum(file.chunk_bytes(at) for at, is_good in enumerate(good[file.path]) if is_good))
-
-        async def take(index: int, data: bytes) -> None:
-            for file, at in shared.places[index]:
-                if file.path in paths and not good[file.path][at]:
-                    await in_thread(model_folders.place_chunk, paths[file.path], file.start(at), data)
-                    meter.add(len(data))
-
-        for index, places in enumerate(shared.places):
-            is_here = all(file.path not in paths or good[file.path][at] for file, at in places)
-            data = None if is_here else await in_thread(kept.read, shared.chunks[index])
-            if data is not None:
-                await take(index, data)
-            if is_here or data is not None:
-                shared.add(index)
-        try:
-            await self._swarm.fetch(shared, take)
-            for file in missing:
-                if not await in_thread(model_folders.finish_file, paths[file.path], file):
-                    raise _not_the_file(file)
-        except (Unimplemented, OverQuota) as error:
-            self._swarm.leave(shared.digest)
-            log.warning("model_folder.not_from_swarm", folder=name, error=error.message)
-            return False
-        except BaseException:
-            self._swarm.leave(shared.digest)
-            raise
-        return True
+    async def _receive(self, files: PartialFiles, shared: SharedVersion, swarm: Swarm | None) -> None:
+        """Complete the files from the swarm, and from the registry alone what no swarm sends."""
+        if swarm is not None:
+            try:
+                await swarm.fetch(shared, files.take)
+            except (Unimplemented, OverQuota) as error:
+                swarm.leave(shared.digest)
+                log.warning("model_folder.not_from_swarm", digest=shared.digest, error=error.message)
+        for index in shared.lacking():
+            await files.take(index, await self._chunks.fetch(*shared.places[index][0]))
+        await files.finish()
 
     def _require_bound(self, size_bytes: int) -> None:
         """Raise FailedPrecondition for a version that can never fit."""
@@ -553,10 +502,6 @@ class _Meter:
     def add(self, size_bytes: int) -> None:
         self._done += size_bytes
         self._progress(self._done / max(1, self._total))
-
-
-def _not_the_file(file: ManifestFile) -> IntegrityError:
-    return IntegrityError(f"the chunks of {file.path} are not the file {file.digest}", path=file.path)
 
 
 def _silent(_: float) -> None:

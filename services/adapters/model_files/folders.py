@@ -135,7 +135,7 @@ class ModelFolders:
             return False
 
     def demote(self, folder: str) -> None:
-        """Make a complete folder a partial one again, so that its leading good chunks are reused.
+        """Make a complete folder a partial one again, so that its good chunks are reused.
 
         If the folder was deleted, the partial files of an earlier download stay.
         """
@@ -225,12 +225,6 @@ def is_equal(path: Path, file: ManifestFile) -> bool:
     return good and "sha256:" + whole.hexdigest() == file.digest
 
 
-def append_chunk(path: Path, offset: int, data: bytes, whole: Hash) -> None:
-    """Write a verified chunk at its offset and truncate the file behind it."""
-    _write(path, data, offset)
-    whole.update(data)
-
-
 def place_chunk(path: Path, offset: int, data: bytes) -> None:
     """Write a verified chunk at its offset. It is durable after ``finish_file``."""
     _write(path, data, offset, alone=False)
@@ -238,14 +232,10 @@ def place_chunk(path: Path, offset: int, data: bytes) -> None:
 
 def finish_file(path: Path, file: ManifestFile) -> bool:
     """Return whether a file with all its chunks has its digest; its bytes are on the disk then."""
-    cut(path, file.size_bytes)
+    os.truncate(path, file.size_bytes)
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest() == file.digest
-
-
-def cut(path: Path, size_bytes: int) -> None:
-    os.truncate(path, size_bytes)
 
 
 def _write(path: Path, data: bytes, offset: int, *, alone: bool = True) -> None:

@@ -42,7 +42,7 @@ async def test_damaged_kept_folder_is_found_at_the_next_start(
     source = Counting(registry.client)
     again = files(source, tmp_path / "cache")
     assert same(folder, await again.fetch("tiny", done.digest))
-    assert len(source.downloads) == 2  # the damaged chunk and the one behind it
+    assert len(source.downloads) == 1, "more than the damaged chunk was fetched"
     source.downloads.clear()
     assert same(folder, await again.fetch("tiny", done.digest))
     assert source.downloads == []

@@ -14,12 +14,29 @@ import pytest
 import pytest_asyncio
 
 from services.adapters.grpc.chunk_peers import ChunkPeers
-from services.core.errors import FairwayError, PermissionDenied, StoreUnavailable, Unavailable
+from services.adapters.model_files.swarm import PARALLEL
+from services.core.errors import (
+    FairwayError,
+    OverQuota,
+    PermissionDenied,
+    StoreUnavailable,
+    Unavailable,
+    Unimplemented,
+)
 from services.core.manifest import CHUNK_BYTES
 from services.core.swarm import ChunkPeer
+from services.registry.service import RegistryService
 from services.registry.servicer import RegistryServicer
 from tests.integration.registry.harness import same
-from tests.integration.registry.swarm_fleet import CHUNKS, Fleet, Node, fleet_in, published, weights_in
+from tests.integration.registry.swarm_fleet import (
+    CHUNKS,
+    MODEL,
+    Fleet,
+    Node,
+    fleet_in,
+    published,
+    weights_in,
+)
 from tests.support.certificates import HeldCertificates, authority_in, identity_of
 from tests.support.registry import TOKEN
 from tests.support.tiny_disk import fill, tiny_disk
@@ -33,6 +50,17 @@ class OlderRegistry(RegistryServicer):
 
     async def ExchangeChunks(self, request: Any, context: Any) -> Any:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+class Refusing(RegistryServicer):
+    """A registry whose swarms take no more nodes in once ``refusal`` is set."""
+
+    refusal: FairwayError | None = None
+
+    async def ExchangeChunks(self, request: Any, context: Any) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        return await super().ExchangeChunks(request, context)
 
 
 @pytest.fixture
@@ -152,6 +180,30 @@ async def test_a_registry_without_swarms_sends_every_chunk_itself(tmp_path: Path
             assert same(folder, await node.fetch(digest))
             assert not node.swarm.received_bytes
         assert fleet.copies(digest) == 2.0
+
+
+@pytest.mark.parametrize("refusal", [Unimplemented("no swarms"), OverQuota("too many nodes")])
+async def test_what_a_swarm_sent_stays_when_it_takes_the_node_in_no_more(
+    tmp_path: Path, folder: Path, refusal: FairwayError
+) -> None:
+    servicers: list[Refusing] = []
+
+    def make_servicer(service: RegistryService) -> RegistryServicer:
+        servicers.append(Refusing(service))
+        return servicers[0]
+
+    async with fleet_in(tmp_path, make_servicer=make_servicer) as fleet:
+        digest = await published(fleet, folder)
+        node = await fleet.node("node", down=12 * 2**20)
+        ratios: list[float] = []
+        fetching = asyncio.create_task(node.files.fetch(MODEL, digest, progress=ratios.append))
+        await until(lambda: node.swarm.received_bytes.total() >= 4 * CHUNK_BYTES)
+        servicers[0].refusal = refusal
+        assert same(folder, await fetching)
+        assert node.swarm.received_bytes.total() < CHUNKS * CHUNK_BYTES, "the swarm sent everything"
+        assert ratios == sorted(ratios)
+        assert ratios[-1] == 1.0
+        assert fleet.sent.total() <= len(fleet.sent) + PARALLEL, "more came twice than was on its way"
 
 
 async def test_peers_that_send_no_chunks_are_replaced_by_the_registry(fleet: Fleet, folder: Path) -> None:
