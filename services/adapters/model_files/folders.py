@@ -19,6 +19,7 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -26,8 +27,6 @@ from services.adapters.threads import in_thread
 from services.core.manifest import ManifestFile, sha256_of
 
 _MAX_CHECK_THREADS: Final = 4
-
-_Chunk = tuple[Path, ManifestFile, int]
 
 
 class Hash(Protocol):
@@ -192,13 +191,25 @@ def read_chunk(path: Path, file: ManifestFile, index: int) -> bytes:
         return stream.read(file.chunk_bytes(index))
 
 
-def good_chunk(path: Path, file: ManifestFile, index: int) -> bytes | None:
-    """Return the bytes of a chunk on disk that has its digest; None for another one, or for no file."""
-    try:
-        data = read_chunk(path, file, index)
-    except OSError:
-        return None
-    return data if sha256_of(data) == file.chunks[index] else None
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """Where a complete folder has a chunk, as long as it is there and undamaged."""
+
+    path: Path
+    file: ManifestFile
+    index: int
+
+    @property
+    def digest(self) -> str:
+        return self.file.chunks[self.index]
+
+    def read(self) -> bytes | None:
+        """Return the chunk, verified; None for another one, or for no file. Blocks for I/O."""
+        try:
+            data = read_chunk(self.path, self.file, self.index)
+        except OSError:
+            return None
+        return data if sha256_of(data) == self.digest else None
 
 
 def chunk_is_good(path: Path, file: ManifestFile, index: int, whole: Hash | None = None) -> bool:
@@ -269,10 +280,12 @@ async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
     exception: the pages are evicted, and the disk returns other bytes. A later write is not detected.
     Hashing releases the interpreter lock, so threads share the work. A cancelled caller waits for one chunk.
     """
-    chunks = [(root / file.path, file, index) for file in files for index in range(len(file.chunks))]
-    count = max(1, min(_MAX_CHECK_THREADS, os.cpu_count() or 1, len(chunks)))
+    places = [
+        ChunkPlace(root / file.path, file, index) for file in files for index in range(len(file.chunks))
+    ]
+    count = max(1, min(_MAX_CHECK_THREADS, os.cpu_count() or 1, len(places)))
     stop = threading.Event()
-    parts = (in_thread(_all_good, chunks[part::count], stop) for part in range(count))
+    parts = (in_thread(_all_good, places[part::count], stop) for part in range(count))
     checks = asyncio.gather(*parts, return_exceptions=True)
     try:
         found = await asyncio.shield(checks)
@@ -285,11 +298,11 @@ async def chunks_are_good(root: Path, files: Sequence[ManifestFile]) -> bool:
     return all(found)
 
 
-def _all_good(chunks: Sequence[_Chunk], stop: threading.Event) -> bool:
+def _all_good(places: Sequence[ChunkPlace], stop: threading.Event) -> bool:
     """Return whether all are good; False early if another thread found a bad one, or on cancellation."""
     is_good = False
     try:
-        is_good = not any(stop.is_set() or not chunk_is_good(*chunk) for chunk in chunks)
+        is_good = not any(stop.is_set() or not chunk_is_good(at.path, at.file, at.index) for at in places)
     finally:
         if not is_good:
             stop.set()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.adapters.model_files.folders import good_chunk
+from services.adapters.model_files.folders import ChunkPlace
 from services.adapters.model_files.shared_chunks import ChunkBase
 from services.core.manifest import Manifest, ManifestFile, chunk_bases
 
@@ -26,26 +26,24 @@ class KeptFolder:
 class KeptChunks:
     """``places``: of chunks in complete folders, by digest. ``base``: the version that deltas are from."""
 
-    places: dict[str, tuple[Path, ManifestFile, int]] = field(default_factory=dict)
+    places: dict[str, ChunkPlace] = field(default_factory=dict)
     base: ChunkBase | None = None
 
     def read(self, chunk: str) -> bytes | None:
         """Return a chunk, verified; None where no folder has it (any more). Blocks for I/O."""
-        if chunk not in self.places:
-            return None
-        return good_chunk(*self.places[chunk])
+        return self.places[chunk].read() if chunk in self.places else None
 
 
 def chunks_in(folders: Iterable[KeptFolder], files: Sequence[ManifestFile]) -> KeptChunks:
     """Return what the fetch of these files reuses. Takes a thread for long manifests."""
     wanted = {chunk: file.chunk_bytes(at) for file in files for at, chunk in enumerate(file.chunks)}
     least_bytes = _LEAST_SHARE * sum(wanted.values())
-    places: dict[str, tuple[Path, ManifestFile, int]] = {}
+    places: dict[str, ChunkPlace] = {}
     base = None
     for kept in folders:
         own = kept.manifest.files
         here = {
-            chunk: (kept.folder / file.path, file, at)
+            chunk: ChunkPlace(kept.folder / file.path, file, at)
             for file in own
             for at, chunk in enumerate(file.chunks)
             if chunk in wanted
@@ -54,5 +52,8 @@ def chunks_in(folders: Iterable[KeptFolder], files: Sequence[ManifestFile]) -> K
         changed = chunk_bases(files, own)
         if changed and sum(wanted[chunk] for chunk in (*here, *changed)) >= least_bytes:
             least_bytes = sum(wanted[chunk] for chunk in (*here, *changed))
-            base = ChunkBase(kept.digest, kept.folder, changed)
+            found = {
+                chunk: ChunkPlace(kept.folder / old.path, old, at) for chunk, (old, at) in changed.items()
+            }
+            base = ChunkBase(kept.digest, found)
     return KeptChunks(places, base)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from services.adapters import chunk_delta
-from services.adapters.model_files.folders import good_chunk, read_chunk
+from services.adapters.model_files.folders import ChunkPlace, read_chunk
 from services.adapters.threads import in_thread
 from services.core.errors import IntegrityError, NotFound, Unavailable
 from services.core.manifest import CHUNK_BYTES, ManifestFile, distinct_chunks, sha256_of
@@ -28,20 +28,15 @@ class ChunkBase:
     """A complete version on this node. ``places``: of the chunk that each chunk is a change of, by digest."""
 
     digest: str = ""
-    folder: Path = Path()
-    places: Mapping[str, tuple[ManifestFile, int]] = field(default_factory=dict)
+    places: Mapping[str, ChunkPlace] = field(default_factory=dict)
 
     def chunk(self, chunk: str) -> str:
         """Return the chunk that a chunk is a change of, empty where none is known."""
-        file, at = self.places.get(chunk, (None, 0))
-        return "" if file is None else file.chunks[at]
+        return self.places[chunk].digest if chunk in self.places else ""
 
     def read(self, chunk: str) -> bytes | None:
         """Return what a chunk is a change of, verified. None: no place is known, or it is lost or damaged."""
-        if chunk not in self.places:
-            return None
-        file, at = self.places[chunk]
-        return good_chunk(self.folder / file.path, file, at)
+        return self.places[chunk].read() if chunk in self.places else None
 
 
 class SharedVersion:

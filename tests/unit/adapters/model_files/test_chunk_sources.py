@@ -13,6 +13,7 @@ import pytest
 
 from services.adapters.model_files import shared_chunks
 from services.adapters.model_files import swarm as node_side
+from services.adapters.model_files.folders import ChunkPlace
 from services.adapters.model_files.shared_chunks import PIECE_BYTES, ChunkBase, SharedChunks, SharedVersion
 from services.adapters.model_files.swarm import Swarm
 from services.core.errors import IntegrityError, NotFound, Unavailable
@@ -102,8 +103,9 @@ async def fetch(registry: Registry, peers: Peers, base: ChunkBase | None = None,
 def lost_base(registry: Registry) -> ChunkBase:
     """Return a base of every chunk whose file is gone."""
     old = file_of([b"o" * len(chunk) for chunk in registry.contents.values()])
-    places = {chunk: (old, at) for at, chunk in enumerate(registry.file.chunks)}
-    return ChunkBase("sha256:" + "1" * 64, Path("/nowhere"), places)
+    path = Path("/nowhere") / old.path
+    places = {chunk: ChunkPlace(path, old, at) for at, chunk in enumerate(registry.file.chunks)}
+    return ChunkBase("sha256:" + "1" * 64, places)
 
 
 async def test_what_the_registry_damages_for_a_lost_base_is_not_the_ordered_peer_s() -> None:
