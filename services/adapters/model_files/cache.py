@@ -174,14 +174,6 @@ class ModelFiles:
         except OSError as exc:
             raise self._disk_error(exc) from exc
 
-    async def max_context_tokens(self, model: str, digest: str) -> int:
-        """Return the context length that the manifest allows, 0 for any. Raises as ``fetch`` does."""
-        return (await self.readable(model, digest)).max_context_tokens
-
-    async def kind(self, model: str, digest: str) -> str:
-        """Return the kind that the manifest states. Raises as ``fetch`` does."""
-        return (await self.readable(model, digest)).kind
-
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         """Return the model of the weights and the digest of the version's computation.
 

@@ -45,10 +45,6 @@ class ModelSource(Protocol):
         recheck: bool = False,
     ) -> Awaitable[Path]: ...
 
-    async def max_context_tokens(self, model: str, digest: str) -> int: ...
-
-    async def kind(self, model: str, digest: str) -> str: ...
-
     async def readable(self, model: str, digest: str) -> Manifest: ...
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str: ...
@@ -181,7 +177,7 @@ class VersionFiles:
             self._source.unpin(folder)
 
     async def kind(self) -> str:
-        return await self._source.kind(self._version.model, self._version.version_digest)
+        return (await self._manifest()).kind
 
     async def computation(self, folder: Path) -> str:
         contents = await asyncio.to_thread(_contents_of, folder)
@@ -189,7 +185,7 @@ class VersionFiles:
         return await self._source.computation(version.model, version.version_digest, contents=contents)
 
     async def parts(self, folder: Path) -> Mapping[str, str]:
-        manifest = await self._source.readable(self._version.model, self._version.version_digest)
+        manifest = await self._manifest()
         if manifest.base_digest:
             raise NotReplaceable("an adapter replaces no weights: it is loaded beside its base")
         contents = await asyncio.to_thread(_contents_of, folder)
@@ -204,17 +200,18 @@ class VersionFiles:
 
     async def limited(self, config: EngineConfig, folder: Path) -> EngineConfig:
         limits = await asyncio.to_thread(read_limits, folder)
-        context = await self._source.max_context_tokens(self._version.model, self._version.version_digest)
-        return limited(config, limits, max_context_tokens=context)
+        return limited(config, limits, max_context_tokens=(await self._manifest()).max_context_tokens)
 
     async def weight_bytes(self, folder: Path, bytes_per_value: int) -> int:
         return await asyncio.to_thread(weight_bytes, folder, bytes_per_value)
 
     async def adapter_bytes(self, folder: Path, bytes_per_value: int) -> int:
-        manifest = await self._source.readable(self._version.model, self._version.version_digest)
-        if not manifest.base_digest:
+        if not (await self._manifest()).base_digest:
             return 0
         return await asyncio.to_thread(bytes_of_adapter, folder, bytes_per_value)
+
+    async def _manifest(self) -> Manifest:
+        return await self._source.readable(self._version.model, self._version.version_digest)
 
 
 def without_weights(path: str) -> bool:

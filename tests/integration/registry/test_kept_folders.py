@@ -170,7 +170,7 @@ async def test_what_was_deleted_of_the_cache_is_fetched_again(
     await models.fetch("tiny", done.digest)
     for path in list(tmp_path.glob(deleted)):
         shutil.rmtree(path)
-    assert await models.kind("tiny", done.digest), "the manifest alone, before any folder is made"
+    assert (await models.readable("tiny", done.digest)).files, "the manifest alone, before any folder is made"
     for _ in range(2):
         assert same(folder, await models.fetch("tiny", done.digest))
     models.check_integrity()

@@ -110,14 +110,8 @@ class FolderSource:
             progress(1.0)
         return self.folder
 
-    async def max_context_tokens(self, model: str, digest: str) -> int:
-        return self.context
-
-    async def kind(self, model: str, digest: str) -> str:
-        return self.version_kind
-
     async def readable(self, model: str, digest: str) -> Manifest:
-        return Manifest(())
+        return Manifest((), self.version_kind, max_context_tokens=self.context)
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         return self.computations.get(digest, "")
