@@ -16,8 +16,9 @@ from tests.support.command_line import CommandLine
 from tests.support.stack import Stack, metadata
 
 HANG_S = 60.0
-TOKENS = 50
-RATE = 20
+TOKENS = 45
+RATE = 6
+EARLY_S = 5.0
 
 
 @dataclass
@@ -103,7 +104,7 @@ async def test_a_stream_arrives_at_its_rate_with_the_same_text_and_others_at_ful
     for paced in await asyncio.gather(*asked):
         assert (paced.ids, paced.text) == (undisturbed.ids, undisturbed.text)
         assert all(at < RATE * at_s + RATE + 1 for at, at_s in enumerate(paced.at_s)), paced.at_s
-        assert least_s <= paced.at_s[-1] < least_s + 5, paced.at_s
+        assert least_s <= paced.at_s[-1] < least_s + 20, paced.at_s
         assert beside.at_s[-1] < paced.at_s[-1]
 
 
@@ -112,12 +113,12 @@ async def test_the_streams_of_a_tenant_share_its_rate_until_it_is_removed(custom
     undisturbed = await until_paced(customers, (TOKENS - RATE - 1) / RATE)
     began_s = time.monotonic()
     asked = [asyncio.create_task(customers.ask(customers.paced)) for _ in range(4)]
-    await asyncio.sleep(3.0)
-    assert not any(one.done() for one in asked), "they need 200 tokens, and 3 s bring 80 at most"
+    await asyncio.sleep(EARLY_S)
+    assert not any(one.done() for one in asked), "they need 180 tokens, and 5 s bring 37 at most"
     await customers.set(egress_tokens_per_second=0)
     found = await asyncio.gather(*asked)
     assert [one.ids for one in found] == [undisturbed.ids] * 4
-    assert time.monotonic() - began_s < 8, "the rest did not wait"
-    early = [sum(at_s < 3.0 for at_s in one.at_s) for one in found]
-    assert sum(early) <= RATE * 4 + 1
+    assert time.monotonic() - began_s < 20, "the rest did not wait"
+    early = [sum(at_s < EARLY_S for at_s in one.at_s) for one in found]
+    assert sum(early) <= RATE * (EARLY_S + 1) + 1
     assert max(early) - min(early) <= 8

@@ -59,6 +59,18 @@ class Metered:
             answer: pb.CompleteResponse = stub.Complete(request, metadata=metadata(self.key), timeout=60)
             return answer
 
+    def known(self) -> bool:
+        """Whether the gateways have received the key."""
+        with grpc.insecure_channel(self.stack.endpoints["grpc"]) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            try:
+                stub.ListModels(pb.ListModelsRequest(), metadata=metadata(self.key), timeout=60)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    return False
+                raise
+            return True
+
     def stream(self, tokens: int, *, end_after: int, end: Callable[[Any], None]) -> int:
         """Call ``end`` with the stream after that many tokens; return how many were received."""
         received = 0
@@ -82,7 +94,9 @@ def metered(two_gateways: Stack) -> Metered:
     prices = ("--input-price", str(INPUT), "--output-price", str(OUTPUT))
     cli("deployments", "update", two_gateways.model, *prices)
     cli("budgets", "create", "metered-all", "--tenant", TENANT, "--per-month", "100")
-    return Metered(two_gateways, cli, made.json["secret"])
+    found = Metered(two_gateways, cli, made.json["secret"])
+    found.until(found.known)
+    return found
 
 
 def test_a_request_is_in_the_usage_within_five_seconds(metered: Metered) -> None:

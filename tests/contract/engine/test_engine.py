@@ -99,14 +99,15 @@ def test_credit_holds_a_sequence_and_lets_it_go(engine: Engine) -> None:
 
 def test_parked_sequences_leave_their_seats_and_go_on_as_if_they_had_not(start_engine: StartEngine) -> None:
     engine = start_engine(max_sequences=2)
-    whole = [engine.alone(prompt, 10).tokens for prompt in PROMPTS[:4]]
-    parked = [engine.submit(prompt, 10, credit=10) for prompt in PROMPTS[:2]]
+    sizes = (200, 200, 10, 10)  # the first two are not done when the engine receives the order to park them
+    whole = [engine.alone(prompt, size).tokens for prompt, size in zip(PROMPTS, sizes, strict=False)]
+    parked = [engine.submit(prompt, 200) for prompt in PROMPTS[:2]]
     engine.until(lambda: all(engine.outputs[handle].tokens for handle in parked))
     engine.send(Park(parked))
     others = [engine.submit(prompt, 10) for prompt in PROMPTS[2:4]]
     assert [output.tokens for output in engine.run(*others)] == whole[2:]
-    assert all(len(engine.outputs[handle].tokens) < 10 for handle in parked)
-    engine.send(Credit(parked, [10, 10]))
+    assert all(len(engine.outputs[handle].tokens) < 200 for handle in parked)
+    engine.send(Credit(parked, [200, 200]))
     assert [output.tokens for output in engine.run(*parked)] == whole[:2]
 
 
