@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +14,7 @@ from services.core.limits import Claim, Limit, LimitKind, Price, Scope
 from services.ports.limiter import NO_PRICE, Reservation
 from tests.contract.test_limiter import AnyLimiter, Make, limiter, make, tenant
 from tests.support.metered import admit_metered, charged
+from tests.support.waiting import sure_within
 
 __all__ = ["limiter", "make", "tenant"]
 
@@ -141,12 +143,14 @@ async def test_keys_and_users_have_requests_and_slots_of_their_own(limiter: AnyL
 
 async def test_a_lapse_charges_the_checkpoint_and_the_rest_later(make: Make, tenant: str) -> None:
     limiter = make(0.15)
+    began_s = time.monotonic()
     held = await reserved(limiter, tenant, "r1", Claim(MONTH, 1000))
     await limiter.renew([(held, Usage(100, 20))])
     await limiter.checkpoint(tenant, "r1", Usage(90, 30))
-    assert await limiter.settle_lapsed(tenant) == 0
+    early = await limiter.settle_lapsed(tenant)
+    assert early == 0 or time.monotonic() - began_s >= 0.15
     await asyncio.sleep(0.3)
-    assert await limiter.settle_lapsed(tenant) == 1
+    assert early + await limiter.settle_lapsed(tenant) == 1
     assert await limiter.settle_lapsed(tenant) == 0
     assert await spent(limiter, tenant) == (160, 0)
     for _ in range(2):
@@ -160,6 +164,7 @@ async def test_a_lapse_charges_the_checkpoint_and_the_rest_later(make: Make, ten
     await limiter.checkpoint(tenant, "unknown", Usage(1, 1))
 
 
+@sure_within(3.0)
 async def test_what_lapsed_takes_no_room(make: Make, tenant: str) -> None:
     limiter = make(3.0)
     claims = (reserved(limiter, tenant, f"r{number}", Claim(MONTH, 50)) for number in range(20))
@@ -194,6 +199,7 @@ async def test_a_renewed_request_that_had_lapsed_holds_its_claims_again(make: Ma
     assert await spent(limiter, tenant) == (220, 0)
 
 
+@sure_within(1.0)
 async def test_use_beyond_the_prediction_tops_up_the_rate(limiter: AnyLimiter, tenant: str) -> None:
     rate = Limit(LimitKind.TOKENS, 6000)
     held = await reserved(limiter, tenant, "r1", Claim(rate, 1000))
@@ -210,6 +216,7 @@ async def test_use_beyond_the_prediction_tops_up_the_rate(limiter: AnyLimiter, t
     assert 100 <= probe.token_rate.remaining <= 300
 
 
+@sure_within(1.0)
 async def test_a_resumed_request_reserves_and_pays_only_what_is_new(limiter: AnyLimiter, tenant: str) -> None:
     rate = Limit(LimitKind.TOKENS, 6000)
     claims = (Claim(rate, 4000), Claim(MONTH, 800))

@@ -219,7 +219,7 @@ async def test_the_end_of_a_record_corrects_the_reserved_tokens_once(bench: Benc
     await bench.limiter.settle(slot, Usage(100, 500))
     await bench.limiter.reserve(await admitted(bench, "fits"), [LimitClaim(rate, 600)], PRICE)
     with pytest.raises(TokenRateExceeded):
-        await bench.limiter.reserve(await admitted(bench, "more"), [LimitClaim(rate, 150)], PRICE)
+        await bench.limiter.reserve(await admitted(bench, "more"), [LimitClaim(rate, 300)], PRICE)
 
 
 async def test_a_settlement_after_the_end_counts_nothing(bench: Bench) -> None:

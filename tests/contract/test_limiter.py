@@ -21,6 +21,7 @@ from services.ports.limiter import Reservation
 from services.runtime.clock import SystemClock
 from simulator.stores.limiter import MemoryLimiter
 from tests.support.metered import PRICE, admit_metered, charged, limits
+from tests.support.waiting import sure_within
 
 AnyLimiter = RedisLimiter | MemoryLimiter
 Make = Callable[[float], AnyLimiter]
@@ -78,6 +79,7 @@ async def test_simultaneous_requests_get_exactly_the_cap(limiter: AnyLimiter, te
     assert sum(isinstance(outcome, ConcurrencyExceeded) for outcome in outcomes) == 33
 
 
+@sure_within(1.0)
 async def test_rate_admits_a_minutes_worth_then_says_when(limiter: AnyLimiter, tenant: str) -> None:
     most = limits(3)
     for number in range(3):
@@ -161,7 +163,7 @@ async def test_no_limit_counts_but_never_rejects(limiter: AnyLimiter, tenant: st
 
 async def test_a_lowered_limit_holds_at_once(limiter: AnyLimiter, tenant: str) -> None:
     for number in range(5):
-        await limiter.admit(tenant, f"r{number}", limits(100, 10))
+        await limiter.admit(tenant, f"r{number}", limits(6, 10))
     with pytest.raises(ConcurrencyExceeded):
         await limiter.admit(tenant, "x", limits(slots=5))
     with pytest.raises(RequestRateExceeded):
@@ -169,6 +171,7 @@ async def test_a_lowered_limit_holds_at_once(limiter: AnyLimiter, tenant: str) -
     await limiter.admit(tenant, "x", limits(6, 6))
 
 
+@sure_within(0.75)
 async def test_a_slot_lapses_unless_renewed(make: Make, tenant: str) -> None:
     limiter = make(0.4)
     most = limits(slots=2)
@@ -215,6 +218,7 @@ async def test_a_lapsed_request_is_still_charged(make: Make, tenant: str) -> Non
     assert await charged(limiter, tenant) == Usage(7, 7)
 
 
+@sure_within(1.0)
 async def test_other_work_has_a_rate_of_its_own_and_holds_no_slot(limiter: AnyLimiter, tenant: str) -> None:
     most, work = limits(3, 3), [Claim(Limit(LimitKind.REQUESTS, 3, name=WORK))]
     for number in range(3):
@@ -252,6 +256,7 @@ async def test_a_gateway_with_its_store_there_adds_nothing(limiter: AnyLimiter, 
     assert (await limiter.concurrency(tenant), gateway.unsettled) == (0, 0)
 
 
+@sure_within(0.3)
 async def test_tokens_are_admitted_up_to_a_minutes_worth_and_the_wait_is_stated(
     limiter: AnyLimiter, tenant: str
 ) -> None:
@@ -280,6 +285,7 @@ async def test_more_tokens_than_a_minute_admits_never_fit(limiter: AnyLimiter, t
     assert await limiter.reserve(held, none, PRICE) == held, "no limit counts nothing"
 
 
+@sure_within(5.0)
 async def test_a_settlement_replaces_reserved_tokens_by_those_used(limiter: AnyLimiter, tenant: str) -> None:
     rate = Limit(LimitKind.TOKENS, 1200)  # 20 a second
 
@@ -309,13 +315,14 @@ async def test_a_settlement_replaces_reserved_tokens_by_those_used(limiter: AnyL
 async def test_simultaneous_reservations_take_exactly_the_tokens(limiter: AnyLimiter, tenant: str) -> None:
     held = [await limiter.admit(tenant, f"r{number}", NONE) for number in range(40)]
     outcomes = await asyncio.gather(
-        *(limiter.reserve(one, [Claim(Limit(LimitKind.TOKENS, 75), 10)], PRICE) for one in held),
+        *(limiter.reserve(one, [Claim(Limit(LimitKind.TOKENS, 70), 10)], PRICE) for one in held),
         return_exceptions=True,
     )
     assert sum(isinstance(outcome, Reservation) for outcome in outcomes) == 7
     assert sum(isinstance(outcome, TokenRateExceeded) for outcome in outcomes) == 33
 
 
+@sure_within(0.5)
 async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter, tenant: str) -> None:
     most, rate = limits(60), Limit(LimitKind.TOKENS, 6000)
     await limiter.admit(tenant, "r1", most)
@@ -336,6 +343,7 @@ async def test_a_reservation_states_what_its_rates_have_left(limiter: AnyLimiter
     assert (unlimited.request_rate, unlimited.token_rate) == (None, None)
 
 
+@sure_within(1.0)
 async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, tenant: str) -> None:
     own = Limit(LimitKind.REQUESTS, 2, Scope.KEY, "k")
     most = (*limits(60, slots=2), own)
@@ -374,6 +382,7 @@ async def test_a_rejection_states_what_its_rates_have_left(limiter: AnyLimiter, 
     assert taken.value.token_rate.limit == 6000
 
 
+@sure_within(1.0)
 async def test_an_admission_reserves_what_it_is_given_or_leaves_it_to_reserve(
     limiter: AnyLimiter, tenant: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -24,6 +24,7 @@ from tests.support.waiting import until
 
 SETTINGS = TermSettings(queue=QueueLimits(predicted_output_tokens=32), beat_s=0.05)
 ALONE = FallbackSettings(after_s=1.0, max_age_s=600.0, predicted_output_tokens=32)
+PATIENT = replace(ALONE, after_s=3.0)
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Rig(PlacementRig):
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    fallback = GatewayFallback(Random(5), ALONE)
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    fallback = GatewayFallback(Random(5), getattr(request, "param", ALONE))
     async with placing(SETTINGS, fallback) as parts:
         yield Rig(**vars(parts), fallback=fallback)
 
@@ -64,10 +65,11 @@ async def test_without_ever_a_leader_nothing_is_placed(rig: Rig) -> None:
     assert rig.placement.placed_alone == 0
 
 
+@pytest.mark.parametrize("rig", [PATIENT], indirect=True, ids=["patient"])
 async def test_while_a_leader_is_heard_it_alone_places(rig: Rig) -> None:
     rig.lead(1)
     await rig.told()
-    await asyncio.sleep(2 * ALONE.after_s)  # its heartbeats come meanwhile
+    await asyncio.sleep(PATIENT.after_s + 0.5)  # its heartbeats come meanwhile
     grant = await rig.placement.place(place_spec(prompt_tokens=200))
     assert isinstance(grant, Grant)
     waiting = rig.ask(place_spec("req_2", prompt_tokens=200, queue_ttl_s=0.7))

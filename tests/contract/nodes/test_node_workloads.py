@@ -19,9 +19,9 @@ async def at_once(seconds: float) -> None:
 
 
 @asynccontextmanager
-async def nodes_of(cluster: Cluster, *, timeout_s: float = 10.0) -> AsyncIterator[KubernetesNodes]:
+async def nodes_of(cluster: Cluster) -> AsyncIterator[KubernetesNodes]:
     async with serving(cluster) as api:
-        yield KubernetesNodes(api, SPACE, at_once, timeout_s=timeout_s)
+        yield KubernetesNodes(api, SPACE, at_once)
 
 
 def gpus(kind: str = "deployments") -> Cluster:
@@ -229,12 +229,13 @@ async def test_a_failure_of_the_cluster_is_named(call: str, answer: object, why:
         cluster.workloads["gpu"].replicas = 1
         cluster.settle(cluster.workloads["gpu"])
     cluster.refused[call] = answer
-    async with nodes_of(cluster, timeout_s=0.5) as nodes:
+    async with serving(cluster) as api:
+        nodes = KubernetesNodes(api, SPACE, at_once, timeout_s=0.5 if answer is stalled else 10.0)
         with pytest.raises(Unavailable, match=why) as caught:
             await nodes.list()
         assert caught.value.retry_after_s == retry_s
         cluster.refused.clear()
-        assert list(await listed(nodes)) == ["o1"]
+        assert list(await listed(KubernetesNodes(api, SPACE, at_once))) == ["o1"]
 
 
 async def test_a_cluster_that_is_not_there_or_has_no_orders_is_named() -> None:
