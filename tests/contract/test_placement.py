@@ -25,6 +25,7 @@ from services.core.generation import Grant, PlaceSpec
 from services.core.records import Priority
 from services.runtime.clock import SystemClock
 from services.runtime.secrets import Ticket, issue_ticket
+from services.scheduler.fleet.worker import FleetLimits
 from services.scheduler.queue.index import QueueLimits
 from services.scheduler.term import TermSettings
 from tests.contract.placement_rig import PlacementRig, placing, placing_simulated
@@ -32,7 +33,9 @@ from tests.integration.scheduler_fleet import DIGEST, TICKET_KEY, place_spec
 from tests.support.simulated import Check, World, checks_of, simulate
 from tests.support.waiting import until
 
-SETTINGS = TermSettings(queue=QueueLimits(predicted_output_tokens=32, max_per_pool=8))
+# No grant lapses while a test waits for its room.
+LIMITS = FleetLimits(grant_ttl_s=20.0)
+SETTINGS = TermSettings(LIMITS, QueueLimits(predicted_output_tokens=32, max_per_pool=8))
 
 
 class Rig(PlacementRig):
@@ -42,8 +45,10 @@ class Rig(PlacementRig):
         assert isinstance(grant, Grant)
         return grant
 
-    async def settled(self) -> None:
-        """The worker's room is known and nothing is in flight."""
+    async def connected(self) -> None:
+        """The leader has the gateway's stream and the worker's report."""
+        self.placement.start()
+        await until(lambda: self.placement.connected)
         await until(lambda: any(c.reporting for c in self.term.fleet.candidates(DIGEST).values()))
 
     @property
@@ -115,7 +120,7 @@ async def test_giving_a_grant_back_returns_its_room_at_once(rig: Rig) -> None:
     grant = await rig.place(place_spec(prompt_tokens=200))
     assert rig.room_tokens == 16
     rig.placement.give_back(grant)
-    await until(lambda: rig.room_tokens == 16 * 16, timeout_s=1.0)
+    await until(lambda: rig.room_tokens == 16 * 16, timeout_s=15.0)
     rig.placement.give_back(grant)  # a second time is without effect
     second = await rig.place(place_spec("req_2", prompt_tokens=200))
     assert second.sequence == grant.sequence + 1
@@ -139,6 +144,7 @@ async def test_cancelling_before_the_answer_leaves_no_room_behind(rig: Rig) -> N
 
 async def test_the_queue_time_ends_with_what_is_missing(rig: Rig) -> None:
     rig.lead(1)
+    await rig.connected()
     other = "sha256:" + "b" * 64
     with pytest.raises(NoWorkerAvailable, match="none has the version loaded") as missing:
         await rig.place(place_spec(digest=other, queue_ttl_s=0.5))
@@ -154,17 +160,18 @@ async def test_what_can_never_fit_is_refused_at_once(rig: Rig) -> None:
     rig.lead(1)
     await rig.place(place_spec("req_0", prompt_tokens=1, max_output_tokens=1))
     with pytest.raises(PromptTooLong, match="256"):
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(25.0):
             await rig.place(place_spec(prompt_tokens=300, queue_ttl_s=30.0))
 
 
 async def test_a_full_queue_refuses(rig: Rig) -> None:
     rig.lead(1)
+    await rig.connected()
     waiting = [
         asyncio.ensure_future(
             rig.place(
                 place_spec(
-                    f"req_{n}", digest="sha256:" + "c" * 64, queue_ttl_s=1.0, tenant=f"tenant-{n // 4}"
+                    f"req_{n}", digest="sha256:" + "c" * 64, queue_ttl_s=30.0, tenant=f"tenant-{n // 4}"
                 )
             )
         )

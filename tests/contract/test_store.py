@@ -266,13 +266,13 @@ async def test_revoked_lease_takes_its_keys(kit: Kit) -> None:
 
 async def test_lease_ends_unless_kept_alive(kit: Kit) -> None:
     loop = asyncio.get_running_loop()
-    longest_s = math.inf
+    longest_s, removed, names = math.inf, list[str](), list[str]()
     while longest_s > 1.0:  # the lease was not kept alive in time: the machine stood still
         kept_s, longest_s = loop.time(), 0.0
         left, kept = await kit.store.grant_lease(2), await kit.store.grant_lease(2)
         before = await kit.put("marker")
         await kit.store.commit([Put(kit.key("left"), b"", left), Put(kit.key("kept"), b"", kept)])
-        removed: list[str] = []
+        removed.clear()
         async with asyncio.timeout(PATIENCE_S), aclosing(kit.store.watch(kit.prefix, before)) as batches:
             async for batch in batches:
                 removed += [event.key for event in batch.events if isinstance(event, KeyRemoved)]

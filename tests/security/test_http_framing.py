@@ -227,7 +227,7 @@ def test_a_body_that_stays_away_is_not_waited_for() -> None:
                 client.sendall(head + b"content-length: 50\r\n\r\n{")
                 started_s = time.monotonic()
                 exchange(client)
-                assert time.monotonic() - started_s < 5
+                assert time.monotonic() - started_s < 20
 
 
 def test_lines_between_requests_keep_no_connection_open() -> None:
@@ -235,10 +235,10 @@ def test_lines_between_requests_keep_no_connection_open() -> None:
         client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
         started_s = time.monotonic()
         with contextlib.suppress(OSError):
-            while time.monotonic() - started_s < 10:
+            while time.monotonic() - started_s < 30:
                 client.sendall(b"\r\n")
                 time.sleep(0.05)
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 20
 
 
 def test_pipelined_requests_are_bounded(target: Target) -> None:

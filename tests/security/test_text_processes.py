@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -46,7 +45,8 @@ T = TypeVar("T")
 # The time that this process spent while its loop ran nothing else: of its own, so that a machine that has no
 # time to give changes nothing. A process that reads a text itself spends 2 s and more in each test here.
 WORST_GAP_S = 0.2
-SLOWEST_S = 5.0  # by the clock: only a short prompt that waits for the attack's end is later
+# Short prompts that are read while an attack lasts: fifty and more, none if they wait for its end.
+FEWEST = 3
 QUICK = TextLimits(read_cpu_s=0.5, load_cpu_s=10.0, memory_bytes=512 * 2**20)
 LONG = "def f(a, b): return a+b\n" * 108_000  # 2.6 MB
 
@@ -81,20 +81,19 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         yield found
 
 
-async def attacked(bench: Bench, honest: TextModel, attack: Awaitable[Any]) -> tuple[Any, float, float]:
-    """Return what became of the attack, the loop's worst gap and the slowest short prompt meanwhile."""
-    slowest_s = 0.0
+async def attacked(bench: Bench, honest: TextModel, attack: Awaitable[Any]) -> tuple[Any, float, int]:
+    """Return what became of the attack, the loop's worst gap and how many short prompts were read."""
+    beside = 0
     running = asyncio.ensure_future(attack)
     async with watched_loop() as gaps:
         number = 0
         while not running.done() or number < 3:
-            began_s = time.monotonic()
             assert await bench.tokeniser.prompt(honest, "canary", f"once upon a time {number}")
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
+            beside += not running.done()
             number += 1
             await asyncio.sleep(0.01)
     error = running.exception()
-    return (running.result() if error is None else error), gaps.worst_s, slowest_s
+    return (running.result() if error is None else error), gaps.worst_s, beside
 
 
 async def test_six_long_prompts_hold_nobody_up(bench: Bench) -> None:
@@ -103,11 +102,11 @@ async def test_six_long_prompts_hold_nobody_up(bench: Bench) -> None:
     attack = asyncio.gather(
         *(bench.tokeniser.prompt(model, "acme", text) for text in texts), return_exceptions=True
     )
-    found, gap_s, slowest_s = await attacked(bench, model, attack)
+    found, gap_s, beside = await attacked(bench, model, attack)
     assert all(isinstance(error, PromptTooLong) for error in found)
     assert {error.metadata["prompt_tokens"] for error in found} == {"300002"}
     assert gap_s < WORST_GAP_S
-    assert slowest_s < SLOWEST_S
+    assert beside >= FEWEST
 
 
 async def test_a_tenant_has_one_long_text_read_at_a_time(bench: Bench) -> None:
@@ -151,21 +150,21 @@ async def test_a_tenant_has_one_short_text_of_a_version_read_at_a_time(tmp_path:
 async def test_an_accepted_prompt_of_megabytes_holds_nobody_up(tmp_path: Path) -> None:
     async with opened(tmp_path, TextLimits()) as bench:
         model = await bench.version("tiny", context=2_000_000)
-        found, gap_s, slowest_s = await attacked(bench, model, bench.tokeniser.prompt(model, "acme", LONG))
+        found, gap_s, beside = await attacked(bench, model, bench.tokeniser.prompt(model, "acme", LONG))
         assert len(found) == 1_296_001
         assert gap_s < WORST_GAP_S
-    assert slowest_s < SLOWEST_S
+    assert beside >= FEWEST
 
 
 async def test_a_normaliser_that_doubles_ends_its_request_only(bench: Bench) -> None:
     honest = await bench.version("honest")
     hostile = await bench.version("hostile", change=doubling(24))
-    found, gap_s, slowest_s = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "aaaaa"))
+    found, gap_s, beside = await attacked(bench, honest, bench.tokeniser.prompt(hostile, "acme", "aaaaa"))
     assert isinstance(found, InvalidInput)
     assert "shorten it or send token ids" in found.message
     assert found.metadata["cause"] == "cpu"
     assert gap_s < WORST_GAP_S
-    assert slowest_s < SLOWEST_S
+    assert beside >= FEWEST
     assert await bench.tokeniser.prompt(hostile, "acme", "bcd")
 
 
@@ -194,12 +193,12 @@ async def test_a_template_bomb_ends_its_request_only(bench: Bench, name: str) ->
     # At "x" alone: what is tried when a version is loaded ends well.
     template = "{% if messages[0].content == 'x' %}" + BOMBS[name] + "{% endif %}"
     hostile = await bench.version("hostile", template=template)
-    found, gap_s, slowest_s = await attacked(
+    found, gap_s, beside = await attacked(
         bench, honest, bench.tokeniser.chat(hostile, "acme", Conversation([ChatMessage("user", "x")]))
     )
     assert isinstance(found, InvalidInput), found
     assert gap_s < WORST_GAP_S
-    assert slowest_s < SLOWEST_S
+    assert beside >= FEWEST
 
 
 async def test_a_template_that_cannot_be_compiled_leaves_prompts(bench: Bench) -> None:
@@ -330,9 +329,7 @@ async def test_cancelled_texts_are_given_up(bench: Bench) -> None:
     for one in storm:
         one.cancel()
     await asyncio.gather(*storm, return_exceptions=True)
-    began_s = time.monotonic()
-    assert await bench.tokeniser.prompt(model, "acme", "next")
-    assert time.monotonic() - began_s < SLOWEST_S
+    assert await asyncio.wait_for(bench.tokeniser.prompt(model, "acme", "next"), 20)
     assert not bench.processes._pending
 
 
@@ -379,13 +376,13 @@ async def test_hostile_constraints_are_refused_beside_the_prompts_of_others(benc
             refused[name] = caught.value
         return refused
 
-    refused, gap_s, slowest_s = await attacked(bench, model, attack())
+    refused, gap_s, beside = await attacked(bench, model, attack())
     assert isinstance(refused, dict), refused
     assert {type(error) for error in refused.values()} == {ConstraintRefused}
     assert all(error.metadata["field"].startswith("sampling.constraint") for error in refused.values())
     assert "example.com" in refused["remote"].message
     assert gap_s < WORST_GAP_S
-    assert slowest_s < SLOWEST_S
+    assert beside >= FEWEST
     await bench.tokeniser.check_constraint(model, "acme", Constraint(ConstraintKind.REGEX, "a+"))
 
 

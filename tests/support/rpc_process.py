@@ -22,6 +22,7 @@ from fairway.client import tls_credentials
 from fairway.client.endpoints import open_channel
 from fairway.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.certificates import issued
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 KEY = (("authorization", "Bearer tenant-key"),)
@@ -112,7 +113,7 @@ class Canary:
                 asyncio.create_task(
                     canary._run(
                         "tenant",
-                        lambda: stub.ListModels(inference_pb2.ListModelsRequest(), metadata=KEY, timeout=5),
+                        lambda: stub.ListModels(inference_pb2.ListModelsRequest(), metadata=KEY, timeout=30),
                     )
                 ),
             ]
@@ -139,10 +140,14 @@ class Canary:
         own = (("grpc.use_local_subchannel_pool", 1),)
         async with open_channel(address, credentials, own) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
 
-    def judge(self, worst_s: float) -> None:
-        """Raises AssertionError for silence, for a long wait, or when the refused were more than a few."""
+    async def judge(self, worst_s: float) -> None:
+        """Raises TimeoutError for silence, AssertionError for a long wait or when more than a few were
+        refused."""
+        before = {name: len(waits_s) for name, waits_s in self.waits_s.items()}
+        # What is under way counts as well.
+        await until(lambda: all(len(self.waits_s[name]) > before[name] for name in before), worst_s)
         assert len(self.failures) == self.refusals, self.failures
         assert self.refusals <= sum(map(len, self.waits_s.values())) / 2, self.failures
         assert self.worst_s() < worst_s
