@@ -145,7 +145,7 @@ def _is_clients_copy(module: str, modules: Mapping[str, set[str]]) -> bool:
 
 def members_of(node: ast.ClassDef) -> set[str]:
     """Return the public fields, constants and methods of a class, and what it assigns to ``self``."""
-    constants = (child.targets[0] for child in node.body if isinstance(child, ast.Assign))
+    constants = (target for child in node.body if isinstance(child, ast.Assign) for target in child.targets)
     own = {
         inner.attr
         for inner in ast.walk(node)
