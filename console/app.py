@@ -276,6 +276,7 @@ async def _signed_in(parts: ConsoleParts, request: Request) -> SignIn | None:
         return None
     if not await _renewed(parts, found):
         parts.sign_ins.end(found)
+    if not found.is_open:  # it may have been signed out meanwhile
         return None
     connection = request.scope.get("extensions", {}).get("fairway.connection")
     if connection is not None:
@@ -296,6 +297,7 @@ async def _renewed(parts: ConsoleParts, found: SignIn) -> bool:
             return left_s > 0
         # Stored before the API verifies them, which may be away: the earlier refresh token is used up.
         found.credential, found.refresh_token = tokens.access_token, tokens.refresh_token
+        found.end_unix_s = parts.clock.unix_s() + tokens.lifetime_s
         try:
             found.caller = await _caller_of(parts, tokens.access_token)
         except FairwayError as error:

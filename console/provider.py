@@ -10,7 +10,7 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -25,6 +25,7 @@ BACK_PATH: Final = "/sign-in/provider/back"
 class WebTokens:
     access_token: str
     refresh_token: str = ""
+    lifetime_s: float = 300.0  # of the access token; providers need not state it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class WebProvider:
     async def renew(self, refresh_token: str) -> WebTokens:
         """Return new tokens. Raises Unauthenticated where the provider has ended the login."""
         found = await self._tokens({"grant_type": "refresh_token", "refresh_token": refresh_token})
-        return WebTokens(found.access_token, found.refresh_token or refresh_token)
+        return replace(found, refresh_token=found.refresh_token or refresh_token)
 
     async def _tokens(self, form: dict[str, str]) -> WebTokens:
         endpoint = await self._endpoint("token_endpoint")
@@ -82,7 +83,9 @@ class WebProvider:
             raise Unavailable(f"the provider answers with status {status}: try again later")
         if status != 200 or not isinstance(token, str):
             raise Unauthenticated(f"the provider refused: {str(answer.get('error') or status)[:200]}")
-        return WebTokens(token, str(answer.get("refresh_token") or ""))
+        found = WebTokens(token, str(answer.get("refresh_token") or ""))
+        stated_s = answer.get("expires_in")
+        return replace(found, lifetime_s=float(stated_s)) if isinstance(stated_s, int | float) else found
 
     async def _endpoint(self, name: str) -> str:
         found = await _fetched(discovered, self.issuer)

@@ -59,8 +59,8 @@ def installation(state: Path) -> Iterator[Installation]:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
 
     ports = ("--http-port", str(free_port()), "--grpc-port", str(free_port()))
-    fairway("up", "--detach", "--model", "tiny", *ports)
     try:
+        fairway("up", "--detach", "--model", "tiny", *ports)
         found = json.loads((state / "endpoints.json").read_text())
         yield Installation(
             HttpTarget("fairway", found["http"], found["api_key"], found["model"]),

@@ -61,7 +61,7 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     parameters: dict[str, Text] = {}  # arguments of the command by name
     device: Text = "cpu"
     versions: dict[str, Text] = {}  # commit of the project, and its libraries by name
-    load_before: float | None = None  # runnable processes over the minute before
+    load_before: float | None = None  # runnable processes over the minute before the first variant
     better: dict[FigureName, Direction] = {}
     session: Text = ""  # records of one session ran in turns and are compared in pairs
     runs: Annotated[list[Run], msgspec.Meta(max_length=200)] = []

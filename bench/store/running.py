@@ -52,8 +52,7 @@ def run_variant(
     """Yield the record of this tree, and that of the tree ``beside``, whose starts alternate with ours.
 
     ``load``: runnable processes over the minute before the first variant. What the command prints goes to
-    stdout. Raises StoreError where a start fails, SuiteSkipped where there is
-    nothing to measure with.
+    stdout. Raises StoreError where a start fails, SuiteSkipped where there is nothing to measure with.
     """
     sides = [Side(ROOT), *([Side(beside)] if beside is not None else [])]
     began = datetime.now(UTC)

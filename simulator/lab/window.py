@@ -30,7 +30,7 @@ from simulator.fleet.spec import FleetSpec, TenantSpec, WorkerSpec
 MAX_FILE_BYTES: Final = 16 * 1024 * 1024
 MAX_REQUESTS: Final = 10_000
 MAX_WORKERS: Final = 1024
-MAX_RUNS: Final = 8
+MAX_RUNS: Final = 9  # an answer has at most 8 causes
 _KV_TOKENS: Final = 2**20  # a window has no record of KV: there is always room
 
 
@@ -115,7 +115,7 @@ def _rate(requests: Iterable[FinishedRequest], span: cp.DiagnosedSpan) -> float:
 # --- without a cause ---------------------------------------------------------------------------------
 
 Usual = Sequence[FinishedRequest]
-# Its arguments: the run, the subject, the baseline's requests of it, and their rate over that of the window.
+# It is called with the run, the subject, the baseline's requests of it, and their rate over the window's.
 Without = Callable[[Run, str, Usual, float], Run]
 
 

@@ -72,6 +72,7 @@ async def attacked(
         reading = [asyncio.create_task(attacker.answer_pings()) for attacker in attackers]
         try:
             yield attackers
+            await canary.answered(WORST_S)  # beside the attack, not after it
             await asyncio.sleep(1.0)
         finally:
             close_all(attackers)

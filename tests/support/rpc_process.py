@@ -142,12 +142,15 @@ class Canary:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
 
+    async def answered(self, worst_s: float) -> None:
+        """Return once each has one more answer. Raises TimeoutError."""
+        before = {name: len(waits_s) for name, waits_s in self.waits_s.items()}
+        await until(lambda: all(len(self.waits_s[name]) > before[name] for name in before), worst_s)
+
     async def judge(self, worst_s: float) -> None:
         """Raises TimeoutError for silence, AssertionError for a long wait or when more than a few were
         refused."""
-        before = {name: len(waits_s) for name, waits_s in self.waits_s.items()}
-        # What is under way counts as well.
-        await until(lambda: all(len(self.waits_s[name]) > before[name] for name in before), worst_s)
+        await self.answered(worst_s)  # What is under way counts as well.
         assert len(self.failures) == self.refusals, self.failures
         assert self.refusals <= sum(map(len, self.waits_s.values())) / 2, self.failures
         assert self.worst_s() < worst_s

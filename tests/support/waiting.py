@@ -23,20 +23,24 @@ async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> Non
 def sure_within(limit_s: float) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., Any]]:
     """Repeat a test of what passes with time, for another tenant, where it fails after ``limit_s`` or more.
 
-    Then the machine may have stood still for so long that a bucket drained or a lease ended meanwhile.
+    Then the machine may have stood still for so long that a bucket drained or a lease ended meanwhile. What
+    sleeps for ``limit_s`` itself would always be repeated. Awaiting the test returns the last tenant.
     """
 
-    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., Coroutine[Any, Any, str]]:
         @functools.wraps(test)
-        async def run(*, tenant: str, **fixtures: Any) -> None:
-            for number in range(_TRIES):
-                began_s = time.monotonic()
+        async def run(*, tenant: str, **fixtures: Any) -> str:
+            number = 0
+            while True:
+                began_s, mine = time.monotonic(), f"{tenant}-{number}"
                 try:
-                    await test(tenant=f"{tenant}-{number}", **fixtures)
-                    return
-                except (AssertionError, pytest.fail.Exception):
-                    if number == _TRIES - 1 or time.monotonic() - began_s < limit_s:
+                    await test(tenant=mine, **fixtures)
+                    return mine
+                except (AssertionError, pytest.fail.Exception) as error:
+                    number += 1
+                    if number == _TRIES or time.monotonic() - began_s < limit_s:
                         raise
+                    print(f"tried again after {time.monotonic() - began_s:.1f} s: {error}")
 
         return run
 

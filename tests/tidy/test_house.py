@@ -32,7 +32,7 @@ SOURCES = sources_of(code_files())
 CAPS = {
     "code_lines": 120_800,
     "lines": 165_200,  # 118,000
-    "modules": 758,  # 600
+    "modules": 757,  # 600
     "one_importer": 172,  # 110
     "double_names": 9,  # 10
     "hand_copies": 322,  # 150

@@ -48,7 +48,7 @@ DIAGNOSES_S: Final = 30.0
 LEADERLESS_S: Final = 5.0  # a leader is replaced within 3 s
 REPORT_USAGE_S: Final = 15.0
 USAGE_S: Final = 15.0  # a client's attempt lasts as long, so that a change of the leader may pass
-# The time of a call and of its wait for another leader, by the request: no two RPCs share one.
+# The time limits of a call and of its wait for another leader, by its request, which no two RPCs share.
 LIMITS_S: Final[Mapping[type[Message], tuple[float, float]]] = {
     cp.ListSlisRequest: (SLIS_S, math.inf),
     cp.ListFinishedRequestsRequest: (SLIS_S, math.inf),

@@ -30,8 +30,7 @@ import structlog
 
 from services.adapters.model_files.chunk_fetcher import ChunkFetcher
 from services.adapters.model_files.folders import ModelFolders, chunks_are_good
-from services.adapters.model_files.kept_chunks import KeptChunks, KeptFolder, chunks_in
-from services.adapters.model_files.partial_files import PartialFiles
+from services.adapters.model_files.kept_chunks import KeptChunks, KeptFolder, PartialFiles, chunks_in
 from services.adapters.model_files.shared_chunks import SharedVersion
 from services.adapters.model_files.swarm import Swarm
 from services.adapters.threads import in_thread

@@ -117,7 +117,10 @@ class ModelFolders:
         staged = path.with_suffix(".part")
         path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have emptied the cache
         try:
+            staged.unlink(missing_ok=True)
             _write(staged, body, 0)
+            with staged.open("rb") as stream:
+                os.fsync(stream.fileno())
             staged.replace(path)
         finally:
             staged.unlink(missing_ok=True)  # there only when the disk was full
@@ -238,7 +241,7 @@ def is_equal(path: Path, file: ManifestFile) -> bool:
 
 def place_chunk(path: Path, offset: int, data: bytes) -> None:
     """Write a verified chunk at its offset. It is durable after ``finish_file``."""
-    _write(path, data, offset, alone=False)
+    _write(path, data, offset)
 
 
 def finish_file(path: Path, file: ManifestFile) -> bool:
@@ -249,18 +252,13 @@ def finish_file(path: Path, file: ManifestFile) -> bool:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest() == file.digest
 
 
-def _write(path: Path, data: bytes, offset: int, *, alone: bool = True) -> None:
-    """Write at an offset. ``alone``: nothing is behind it, and it is durable when this returns."""
+def _write(path: Path, data: bytes, offset: int) -> None:
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        if alone:
-            os.ftruncate(target, offset)
         os.lseek(target, offset, os.SEEK_SET)
         view = memoryview(data)
         while view:
             view = view[os.write(target, view) :]
-        if alone:
-            os.fsync(target)
     finally:
         os.close(target)
 

@@ -149,7 +149,7 @@ class _Fetch:
         self._take = take
         self._clock = swarm.clock
         self._lacking = dict.fromkeys(version.lacking())
-        # Orders that are queued or carried out, by chunk: whether no tracker made the order.
+        # The orders that are queued or carried out, by chunk, and of each whether no tracker made it.
         self._open: dict[int, bool] = {}
         self._queue: asyncio.Queue[ChunkOrder] = asyncio.Queue()
         self._peers: tuple[ChunkPeer, ...] = ()

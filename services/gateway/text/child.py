@@ -56,7 +56,7 @@ class Cause(StrEnum):
     CPU = "cpu"  # the text exceeded its processor time
     MEMORY = "memory"  # the text exceeded its memory; some native libraries abort on a failed allocation
     PANIC = "panic"  # a library failed on it
-    FAULT = "fault"  # so did a native one, at an invalid address; some do where an allocation failed
+    FAULT = "fault"  # a native library accessed an invalid address; some do where an allocation failed
     HUNG = "hung"  # no answer, although processor time is left
     CRASHED = "crashed"
     STOPPED = "stopped"  # it was not needed

@@ -62,7 +62,7 @@ def test_prompts_and_workers_decide_the_quantile(tmp_path: Path, capsys: pytest.
 
 
 def changed(**fields: object) -> str:
-    found = answer(*[("prompts_grew", f"tenant-{number}") for number in range(8)])
+    found = answer(*[("prompts_grew", f"tenant-{number}") for number in range(9)])
     found.MergeFrom(cp.DiagnoseLatencyResponse(**fields))  # type: ignore[arg-type]
     return json.dumps(document_of(found))
 
@@ -73,7 +73,7 @@ def changed(**fields: object) -> str:
         ("{", "is no diagnosis"),
         ("{}", "has 0 prices"),
         (changed(model="another"), "has 0 workers"),
-        (changed(), "has 9 runs"),
+        (changed(), "has 10 runs"),
     ],
 )
 def test_what_is_no_window_is_refused(

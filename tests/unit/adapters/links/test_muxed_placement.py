@@ -24,6 +24,7 @@ from services.runtime.supervisor import Supervisor
 from tests.support.place_specs import PLACE_SPEC
 from tests.support.waiting import until
 
+GRACE_S = 2.2  # more than the usual one
 SPEC = replace(PLACE_SPEC, prompt_tokens=1, max_output_tokens=1, arrival_unix_us=123, queue_ttl_s=100.0)
 
 
@@ -97,7 +98,7 @@ class ScriptedLinks:
 class Rig:
     def __init__(self, supervisor: Supervisor) -> None:
         self.links = ScriptedLinks()
-        settings = PlacementSettings(max_pending=600, answer_grace_s=0.2)
+        settings = PlacementSettings(max_pending=600, answer_grace_s=GRACE_S)
         self.placement = MuxedPlacement(self.links, SystemClock(), supervisor, Random(1), settings)
 
     async def link(self, epoch: int) -> ScriptedLink:
@@ -254,10 +255,12 @@ async def test_a_refusal_reaches_its_caller(rig: Rig) -> None:
 
 async def test_a_leader_that_never_answers_is_waited_for_in_bounded_time(rig: Rig) -> None:
     link = await rig.link(1)
-    asking = rig.place(with_ttl(0.1))
+    asking, began_s = rig.place(with_ttl(0.1)), asyncio.get_running_loop().time()
     with pytest.raises(QueueTimeout):
         async with asyncio.timeout(30):
             await asking
+    # The clocks that time the queue and the grace are read one after the other.
+    assert asyncio.get_running_loop().time() - began_s > 0.1 + GRACE_S - 0.05
     assert link.closed, "it beats and does not hear"
     again = await rig.link(1)
     late = rig.place(with_ttl(1.0))
@@ -329,7 +332,7 @@ class Alone:
 async def alone() -> AsyncIterator[tuple[Rig, Alone]]:
     supervisor, placer = Supervisor(SystemClock()), Alone()
     found = Rig(supervisor)
-    settings = PlacementSettings(max_pending=600, answer_grace_s=0.2)
+    settings = PlacementSettings(max_pending=600, answer_grace_s=GRACE_S)
     found.placement = MuxedPlacement(
         found.links, SystemClock(), supervisor, Random(1), settings, fallback=placer
     )
