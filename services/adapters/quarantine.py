@@ -95,6 +95,7 @@ class MemoryQuarantine:
         self._entries.pop((version_digest, fingerprint), None)
 
 
+_UNWRITTEN: Final = 2**63  # above any revision of a store
 _MAX_REMOVED: Final = 64  # most entries that one addition removes, since a commit is bounded
 
 
@@ -128,7 +129,7 @@ class StoreQuarantine:
     def find(self, version_digest: str, fingerprint: str) -> Quarantined | None:
         """See ``Quarantine``."""
         found = self._of(version_digest).get(fingerprint)
-        return in_force(found, self._clock.unix_s()) or self._own.find(version_digest, fingerprint)
+        return self._own.find(version_digest, fingerprint) or in_force(found, self._clock.unix_s())
 
     def holds(self, version_digest: str) -> bool:
         """See ``Quarantine``."""
@@ -147,18 +148,22 @@ class StoreQuarantine:
             *(versioned.record for versioned in self._records.view.values()),
             *self._own.entries(version_digest),
         ]
-        self._written.pop((version_digest, fingerprint), None)
+        key = version_digest, fingerprint
         added = self._own.put(version_digest, fingerprint, model=model, deaths=deaths)
+        self._written[key] = _UNWRITTEN
         removed = [
             Delete(quarantine_key(entry.version_digest, entry.fingerprint))
             for entry in displaced(entries, added, self._limits)[:_MAX_REMOVED]
         ]
-        lease_id = await self._store.grant_lease(self._limits.ttl_s)
-        put = Put(quarantine_key(version_digest, fingerprint), dump(added), lease_id)
-        done = await self._store.commit([put, *removed])
+        try:
+            lease_id = await self._store.grant_lease(self._limits.ttl_s)
+            put = Put(quarantine_key(version_digest, fingerprint), dump(added), lease_id)
+            done = await self._store.commit([put, *removed])
+        finally:
+            self._written.pop(key, None)
         if isinstance(done, Committed):
-            self._written = {key: one for key, one in self._written.items() if self._own.find(*key)}
-            self._written[version_digest, fingerprint] = done.revision
+            self._written = {each: one for each, one in self._written.items() if self._own.find(*each)}
+            self._written[key] = done.revision
             self._indexed = None  # the view may include the write already, and also its removal
 
     def _of(self, version_digest: str) -> dict[str, Quarantined]:
@@ -169,7 +174,9 @@ class StoreQuarantine:
             for versioned in view.values():
                 entry = versioned.record
                 self._by_version.setdefault(entry.version_digest, {})[entry.fingerprint] = entry
-                self._own.drop(entry.version_digest, entry.fingerprint)
+                key = entry.version_digest, entry.fingerprint
+                if versioned.mod_revision >= self._written.get(key, 0):  # not an earlier entry of the input
+                    self._own.drop(*key)
             seen = [key for key, revision in self._written.items() if revision <= self._records.revision]
             for key in seen:
                 del self._written[key]

@@ -125,6 +125,19 @@ async def test_entries_that_the_view_lacks_count_and_make_room() -> None:
     assert quarantine.count("sha256:1") == LIMITS.max_of_version
 
 
+async def test_an_earlier_entry_in_the_view_hides_no_later_one() -> None:
+    store, behind = MemoryStore(SystemClock()), Behind()
+    quarantine = StoreQuarantine(store, behind, SystemClock(), LIMITS)
+    await quarantine.add("sha256:1", "f1", model="chat", deaths=2)
+    (early,) = (await store.list(QUARANTINE)).entries
+    await quarantine.add("sha256:1", "f1", model="chat", deaths=3)
+    behind.view = {early.key: Versioned(decode(early), early.mod_revision, early.mod_revision)}
+    behind.revision = early.mod_revision
+    found = quarantine.find("sha256:1", "f1")
+    assert found is not None
+    assert found.deaths == 3
+
+
 async def test_the_store_removes_an_entry_with_its_lease() -> None:
     """Else the keys of versions that are gone would stay for ever."""
     async with AsyncExitStack() as stack:

@@ -68,7 +68,8 @@ async def scraped(port: int, authority: Authority) -> AsyncIterator[list[float]]
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             try:
                 writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-                answer = await asyncio.wait_for(reader.read(), WORST_S)
+                async with asyncio.timeout(WORST_S):
+                    answer = await reader.read()
             finally:
                 writer.transport.abort()
             assert answer.startswith(b"HTTP/1.1 200 ")
@@ -98,8 +99,10 @@ async def test_connections_without_a_handshake_keep_nobody_out(
         before_mib = server.rss_mib()
         for number in range(CONNECTIONS):
             source, port = f"127.0.1.{number % SOURCES + 1}", (server.port, server.metrics_port)[number % 2]
-            with contextlib.suppress(OSError):  # it is refused, or ended at once
-                _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
+            # It is refused, ended at once, or not accepted soon: TCP would try again after a second.
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(0.2):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
                 writer.write(data)
                 opened.append(writer)
         counted = len(scrapes)
