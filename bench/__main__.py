@@ -83,7 +83,8 @@ def run(options: argparse.Namespace, given: Sequence[str]) -> int:
     pairs = [text.partition("=") for text in options.set]
     variants = suite.variants({name: values.split(",") for name, _, values in pairs}, given)
     measured = missed = 0
-    load = os.getloadavg()[0]  # of others: from the second variant on it would be that of the one before
+    # It is read once: before the second variant it would be the load of the first.
+    load = os.getloadavg()[0]
     for arguments in variants:
         try:
             for record in run_variant(

@@ -25,7 +25,7 @@ BACK_PATH: Final = "/sign-in/provider/back"
 class WebTokens:
     access_token: str
     refresh_token: str = ""
-    lifetime_s: float = 300.0  # of the access token; providers need not state it
+    lifetime_s: float = 300.0  # lifetime of the access token, assumed where the provider states none
 
 
 @dataclass(frozen=True, slots=True)

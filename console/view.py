@@ -18,7 +18,7 @@ FOLDER: Final = Path(__file__).parent
 _SPANS: Final = (("d", 86_400), ("h", 3600), ("m", 60))
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _COUNTS: Final = ((1e9, "G"), (1e6, "M"), (1e4, "k"))
-STAGES: Final = tuple(name.replace(" ", "_") for name in timelines.STAGES)  # as in fields of StageClock
+STAGES: Final = tuple(name.replace(" ", "_") for name in timelines.STAGES)  # fields of StageClock
 
 
 def span(value: float | Duration) -> str:

@@ -25,7 +25,7 @@ _ALIAS: Final = re.compile(r"(?=.*[A-Z_/])[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*
 StoreAddress = Annotated[str, Field(pattern=r"^((https?://)?[^\s:/]+:\d{1,5}|unix:/[^\s,]+)$")]
 Tls = Literal["auto", "on", "off"]
 LOOPBACK: Final = ("127.", "localhost:", "[::1]")
-_LEAST_RATE: Final = 1024**2  # of model files; a chunk of 4 MiB passes in 4 s
+_LEAST_RATE: Final = 1024**2  # bytes of model files per second at which a chunk of 4 MiB passes in 4 s
 
 
 class ConfigError(Exception):

@@ -192,7 +192,7 @@ async def test_a_lease_is_renewed_before_it_lapses(rig: Rig) -> None:
             at_s.append(time.monotonic())
         return any(after_s - before_s < LeaseTerms().ttl_s - 0.1 for before_s, after_s in pairwise(at_s))
 
-    await until(in_time)  # on a machine that stands still the first may come late
+    await until(in_time)  # The first may come late on a machine that stands still.
     assert set(found) == {found[0]}
 
 

@@ -121,7 +121,8 @@ async def test_clients_that_go_away_free_their_kv(stack: Stack) -> None:
     async with stack.inference() as stub:
         request = pb.GenerateRequest(generation=generation(stack, 0, max_output_tokens=900))
         while not any(blocks and cancelled == 8 for blocks, cancelled in held):
-            assert len(held) < 5, held  # of each try: blocks that were used, sequences that were cancelled
+            # Each try has the blocks that were used and the sequences that were cancelled.
+            assert len(held) < 5, held
             before = await asyncio.to_thread(cancelled_sequences, stack)
             calls = [stub.Generate(request, metadata=metadata(stack.api_key)) for _ in range(8)]
             for call in calls:

@@ -72,7 +72,8 @@ async def attacked(
         reading = [asyncio.create_task(attacker.answer_pings()) for attacker in attackers]
         try:
             yield attackers
-            await canary.answered(WORST_S)  # beside the attack, not after it
+            # The attackers are still connected: others are answered beside the attack, not after it.
+            await canary.answered(WORST_S)
             await asyncio.sleep(1.0)
         finally:
             close_all(attackers)

@@ -279,7 +279,8 @@ class _Fetch:
         else:
             stall_s = STALL_S
             source = swarm.peers.read(peer, version.digest, index, version.base.digest)
-        left_s = CHUNK_S  # without the waits for this node's own rate, for which no source is to blame
+        # The waits for this node's own rate do not count, since no source is to blame for them.
+        left_s = CHUNK_S
         async with aclosing(source) as pieces:
             while len(data) <= size_bytes:
                 began_s = self._clock.monotonic_s()

@@ -246,7 +246,8 @@ def test_an_import_of_a_bucket_goes_on_where_it_was_cut(bucket: ObjectStore, tmp
     found = import_source(source, cache, lambda phase, done, total: seen.append(done))
     assert taken(str(found.folder)) == {name: FILES[name] for name in [*TAKEN, "onnx/config.json"]}
     others = sum(len(data) for name, data in FILES.items() if name != "model.safetensors")
-    assert not [done for done in seen if others < done <= SIZE // 2]  # in whichever order the files came
+    # The files come in any order, so what is there at first may be that of the small ones.
+    assert not [done for done in seen if others < done <= SIZE // 2]
     assert found.name == "llama"
     assert import_source(source, cache, cut) == found
     put(bucket, {"model.safetensors": WEIGHTS[::-1]})

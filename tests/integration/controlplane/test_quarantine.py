@@ -49,7 +49,7 @@ async def test_entries_are_listed_by_model_and_version(plane: Plane) -> None:
     await put(plane, OTHER, 4, left_s=-1.0)  # its lease has not ended yet
     (one,) = (await listed(plane, version_digest=DIGEST, model="chat")).inputs
     assert (one.version_digest, one.fingerprint, one.model, one.deaths) == (DIGEST, fingerprint(1), "chat", 2)
-    assert before_s + 59 <= one.expire_time.seconds <= after_s + 60  # in whole seconds
+    assert before_s + 59 <= one.expire_time.seconds <= after_s + 60  # The RPC cuts it to whole seconds.
     assert {one.fingerprint for one in (await listed(plane)).inputs} == set(map(fingerprint, (1, 2, 3)))
     assert [one.fingerprint for one in (await listed(plane, model="twin")).inputs] == [fingerprint(2)]
     assert not (await listed(plane, model="none")).inputs
