@@ -8,6 +8,7 @@ import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.waiting import until
 CONNECTIONS = 4000
 OWN_DESCRIPTORS = 128
 SOURCES = 200
+SCRAPE_S = 10.0
 WORST_S = 30.0
 GROWTH_MIB = 96.0
 MAX_LOG_BYTES = 2_000_000
@@ -56,63 +58,91 @@ def server(tmp_path: Path, authority: Authority) -> Iterator[RpcProcess]:
         yield running
 
 
-@contextlib.asynccontextmanager
-async def scraped(port: int, authority: Authority) -> AsyncIterator[list[float]]:
-    """A Prometheus that scrapes on a new connection each time; yields how long each scrape took."""
-    context = ssl_context(identity_of(authority, "monitor"), server=False, verify_peer=True)
-    took_s: list[float] = []
+@dataclass
+class Scrapes:
+    """A Prometheus that scrapes on a new connection each time."""
 
-    async def scrape() -> None:
+    port: int
+    context: ssl.SSLContext
+    took_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def beside(cls, port: int, authority: Authority) -> AsyncIterator[Scrapes]:
+        identity = identity_of(authority, "monitor")
+        scrapes = cls(port, ssl_context(identity, server=False, verify_peer=True))
+        running = asyncio.create_task(scrapes._run())
+        try:
+            yield scrapes
+            assert not running.done(), running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self) -> None:
         while True:
             began_s = time.monotonic()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
             try:
-                writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
-                async with asyncio.timeout(WORST_S):
-                    answer = await reader.read()
-            finally:
-                writer.transport.abort()
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            took_s.append(time.monotonic() - began_s)
+                async with asyncio.timeout(SCRAPE_S):
+                    answer = await self._scrape()
+            except OSError as error:  # A newer connection displaced it, or its SYN was dropped.
+                self.failures.append(repr(error))
+            else:
+                assert answer.startswith(b"HTTP/1.1 200 ")
+                self.took_s.append(time.monotonic() - began_s)
             await asyncio.sleep(0.1)
 
-    scraping = asyncio.create_task(scrape())
+    async def _scrape(self) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.context)
+        try:
+            writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+            return await reader.read()
+        finally:
+            writer.transport.abort()
+
+    async def answered(self, count: int) -> None:
+        """Return after ``count`` more scrapes. Raises AssertionError with the failures."""
+        wanted = len(self.took_s) + count
+        try:
+            await until(lambda: len(self.took_s) >= wanted, WORST_S)
+        except TimeoutError:
+            raise AssertionError(self.failures) from None
+
+
+@contextlib.asynccontextmanager
+async def flooded(ports: tuple[int, int], data: bytes) -> AsyncIterator[None]:
+    """Connections of many sources that send ``data`` and stay open for as long as the server lets them."""
+    opened: list[asyncio.StreamWriter] = []
     try:
-        yield took_s
-        await asyncio.sleep(0.5)
-        assert not scraping.done(), scraping.result()
+        for number in range(CONNECTIONS):
+            source = f"127.0.1.{number % SOURCES + 1}"
+            # It is refused, ended at once, or not accepted soon: TCP would try again after a second.
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(0.2):
+                    opening = asyncio.open_connection("127.0.0.1", ports[number % 2], local_addr=(source, 0))
+                    opened.append((await opening)[1])
+                opened[-1].write(data)
+        yield
     finally:
-        scraping.cancel()
-        await asyncio.gather(scraping, return_exceptions=True)
+        for writer in opened:
+            writer.transport.abort()
 
 
 @pytest.mark.parametrize("shape", SENT)
 async def test_connections_without_a_handshake_keep_nobody_out(
     server: RpcProcess, authority: Authority, shape: str
 ) -> None:
-    data, opened = SENT[shape](), list[asyncio.StreamWriter]()
     async with (
         Canary.beside(server.address, server.credentials) as canary,
-        scraped(server.metrics_port, authority) as scrapes,
+        Scrapes.beside(server.metrics_port, authority) as scrapes,
     ):
-        await asyncio.sleep(0.3)
+        await scrapes.answered(1)
         before_mib = server.rss_mib()
-        for number in range(CONNECTIONS):
-            source, port = f"127.0.1.{number % SOURCES + 1}", (server.port, server.metrics_port)[number % 2]
-            # It is refused, ended at once, or not accepted soon: TCP would try again after a second.
-            with contextlib.suppress(OSError):
-                async with asyncio.timeout(0.2):
-                    _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0))
-                writer.write(data)
-                opened.append(writer)
-        counted = len(scrapes)
-        await asyncio.sleep(1.0)
-        await until(lambda: len(scrapes) > counted, timeout_s=WORST_S)
-        bound = MAX_UNAUTHENTICATED + MAX_CONNECTIONS + OWN_DESCRIPTORS
-        await until(lambda: server.process.num_fds() <= bound, timeout_s=60)
-        await canary.judge(WORST_S)
-    for writer in opened:
-        writer.transport.abort()
+        async with flooded((server.port, server.metrics_port), SENT[shape]()):
+            await scrapes.answered(3)
+            bound = MAX_UNAUTHENTICATED + MAX_CONNECTIONS + OWN_DESCRIPTORS
+            await until(lambda: server.process.num_fds() <= bound, timeout_s=60)
+            await canary.judge(WORST_S)
     await until(lambda: server.rss_mib() - before_mib <= GROWTH_MIB, timeout_s=60)
-    assert max(scrapes) < WORST_S
     assert server.log.stat().st_size < MAX_LOG_BYTES
