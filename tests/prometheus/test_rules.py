@@ -104,6 +104,20 @@ def test_indicators_of_a_tenant_a_model_and_a_zone(tmp_path: Path) -> None:
     check(tmp_path, series, promql_expr_test=values)
 
 
+def test_latencies_have_the_names_of_the_genai_conventions(tmp_path: Path) -> None:
+    ours, ends = {"time_to_first_token": "ttft", "time_per_output_token": "tpot"}, ("bucket", "count", "sum")
+    of = f'{GATEWAY},model="chat",gen_ai_request_model="chat",gen_ai_provider_name="fairway"'
+    of += ',gen_ai_operation_name="generate_content"}'
+    series = {
+        f'fairway_gateway_{name}_seconds_{end}{GATEWAY},model="chat"}}': f"0+{number}x20"
+        for name in ours.values()
+        for number, end in enumerate(ends, start=1)
+    }
+    names = {f"{name}_seconds_{end}": number for name in ours for number, end in enumerate(ends, start=1)}
+    values = [value(f"gen_ai_server_{name}", of, 10.0 * number) for name, number in names.items()]
+    check(tmp_path, series, promql_expr_test=values)
+
+
 def test_streams_without_a_broken_one_are_complete(tmp_path: Path) -> None:
     labels = 'tenant="t",model="m",version="1",class="standard",result="good"'
     series = {

@@ -168,6 +168,8 @@ class _Evaluation:
             return found
         if token[0].isdigit():
             return float(token)
+        if token[0] == '"':
+            return token[1:-1]
         if token in _FOLDS:
             by = self._by()
             (vector,) = self._arguments()
@@ -203,6 +205,9 @@ class _Evaluation:
             return {frozenset(): given[0]}
         if name == "clamp_min":
             return {labels: max(value, given[1]) for labels, value in given[0].items()}
+        if name == "label_replace" and given[2:5:2] == ["$1", "(.*)"]:
+            vector, label, _, source, _ = given
+            return {labels | {(label, dict(labels).get(source, ""))}: at for labels, at in vector.items()}
         if name == "absent":
             return {} if given[0] else {frozenset(): 1.0}
         if name in ("rate", "increase"):
