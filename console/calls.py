@@ -21,6 +21,7 @@ from services.rpc.interceptors.access import access_table
 from services.rpc.status import from_rpc_error
 
 CALL_S: Final = 10.0
+DIAGNOSE_S: Final = 60.0
 RUN_S: Final = 300.0
 MAX_RECENT_BYTES: Final = 32 * 1024**2
 MAX_ANSWER_BYTES: Final = 1024**2
@@ -57,7 +58,8 @@ class GrpcApi:
     async def call(self, credential: str, method: str, request: Message) -> Any:
         send = getattr(self._control, method)
         try:
-            return await send(request, timeout=CALL_S, metadata=auth_metadata(credential))
+            timeout_s = DIAGNOSE_S if method == "DiagnoseLatency" else CALL_S
+            return await send(request, timeout=timeout_s, metadata=auth_metadata(credential))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 

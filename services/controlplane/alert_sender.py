@@ -12,6 +12,7 @@ from typing import Any, Final
 import structlog
 
 from services.controlplane.policy.paging import AlertBook
+from services.core.backoff import Backoff
 from services.core.errors import Unavailable
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Counter, Metrics
@@ -21,6 +22,7 @@ log = structlog.get_logger()
 RESEND_S: Final = 60.0
 POLL_S: Final = 1.0
 MAX_BACKOFF_S: Final = 60.0
+_RETRY: Final = Backoff(1.0, MAX_BACKOFF_S)
 _AT_ONCE: Final = 64  # alerts of one call
 
 # Returns once the Alertmanager has taken the alerts. Raises Unavailable, which names its URL and the cause.
@@ -71,7 +73,7 @@ class AlertSender:
                 self._problem = ""
             except Unavailable as error:
                 failures += 1
-                due_s = now_s + min(MAX_BACKOFF_S, 2.0**failures)
+                due_s = now_s + _RETRY.longest_s(failures)
                 if error.message != self._problem:
                     log.warning("alerts.not_sent", error=error.message)
                 self._problem = error.message

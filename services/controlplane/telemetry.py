@@ -142,6 +142,7 @@ class AlertTelemetry:
         self._leads = leads
         self._burns: dict[Labels, float] = {}
         self._spent: dict[Labels, float] = {}
+        self._known: dict[tuple[str, str], float] = {}  # last known ratios by budget and period
         metrics.gauge(
             "fairway_objective_burn_level",
             "Burn alert of an objective's indicator: 0 none, 1 slow, 2 fast, 3 acute; only from the leader",
@@ -170,16 +171,22 @@ class AlertTelemetry:
         self.alerts.replace("objectives", filter(None, alerts))
 
     def spent(self, found: Iterable[tuple[str, str, int | None, int]]) -> None:
-        """Replace the levels of all budgets: name, period, spent (None: unknown) and limit (0: none)."""
-        ratios: dict[Labels, float] = {}
+        """Replace the levels of all budgets: name, period, spent (None: unknown) and limit (0: none).
+
+        Unknown is as it was, or an alert would end and page again while the store is away.
+        """
+        ratios, known = dict[Labels, float](), dict[tuple[str, str], float]()
         alerts = list[PagedAlert | None]()
         names = LabelCap(MAX_NAMES)
         for name, period, spent_micros, limit_micros in found:
-            if limit_micros and spent_micros is not None:
-                ratio = spent_micros / limit_micros
+            if not limit_micros:
+                continue
+            ratio = self._known.get((name, period)) if spent_micros is None else spent_micros / limit_micros
+            if ratio is not None:
+                known[name, period] = ratio
                 _raise_to(ratios, (names.of(name), period), ratio)
                 alerts.append(spend_alert(name, period, ratio))
-        self._spent = ratios
+        self._spent, self._known = ratios, known
         self.alerts.replace("budgets", filter(None, alerts))
 
     def _read(self, levels: dict[Labels, float]) -> Reading:

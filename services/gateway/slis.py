@@ -61,7 +61,7 @@ _NOT_THE_VERSION: Final = frozenset(
         "VERSION_GONE",
     }
 )
-_MAX_VERSIONS: Final = 200
+_MAX_VERSIONS: Final = 400
 _DIGEST_CHARS: Final = 19  # "sha256:" and 12 digits
 
 
@@ -242,8 +242,8 @@ class SliRecorder:
         by_arm = ("model", "version", "class")
         self._requests = metrics.counter(
             "fairway_sli_requests_total",
-            "Requests that count for availability when they end; result is good, error (before a first "
-            "token), broken (after it) or poisoned",
+            "Requests that count for availability when they end; result is good, broken (after a first "
+            "token), or, before one, poisoned or error",
             ("model", "version", "class", "tenant", "result"),
         )
         self._ttft = metrics.histogram(
@@ -354,7 +354,7 @@ class SliRecorder:
                 self._cells.clear()
             cells = self._cells[key] = self._cells_of(key)
         if counts.requests:
-            result = "poisoned" if counts.poisoned else "broken" if counts.broken else "error"
+            result = "broken" if counts.broken else "poisoned" if counts.poisoned else "error"
             good = not (counts.errors or counts.broken)
             self._requests.add(*cells.arm, cells.tenant, "good" if good else result)
         for ttft_s in latencies.ttft_s:

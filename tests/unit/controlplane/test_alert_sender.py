@@ -70,7 +70,7 @@ async def test_after_failures_the_present_state_is_sent_with_growing_pauses() ->
     rig = Rig()
     rig.failing = True
     rig.book.replace("x", [ALERT])
-    await rig.pass_s(400.0)
+    await rig.pass_s(1100 * MAX_BACKOFF_S)  # more failures than a power of two has a float for
     gaps = [later - before for before, later in zip(rig.calls, rig.calls[1:], strict=False)]
     assert gaps[:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(gaps[5:]) == {MAX_BACKOFF_S}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import generate_latest
 
-from services.controlplane.telemetry import STALLED_S, WRITTEN, ReconcilerTelemetry
+from services.controlplane.telemetry import STALLED_S, WRITTEN, AlertTelemetry, ReconcilerTelemetry
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.clocks import HandClock
 from tests.support.metrics import values
@@ -35,3 +35,17 @@ def test_a_round_that_does_not_end_is_a_problem_and_one_that_ends_is_timed() -> 
     leads[0] = False
     assert counted("fairway_controlplane_unplaced_deployments") == {(): 0.0}, "its last round is history"
     assert counted("fairway_controlplane_actions_total") == {(("kind", "assign"), ("outcome", "done")): 1.0}
+
+
+def test_a_budget_whose_spending_is_unknown_stays_as_it_was() -> None:
+    telemetry = AlertTelemetry(metrics := Metrics())
+    telemetry.spent([("acme", "month", 99, 100), ("other", "day", None, 100)])
+    version, (alert,) = telemetry.alerts.version, telemetry.alerts.payload(0.0)
+    telemetry.spent([("acme", "month", None, 100), ("other", "day", None, 100)])
+    assert (telemetry.alerts.version, telemetry.alerts.payload(0.0)) == (version, [alert])
+    text = generate_latest(metrics.registry).decode()
+    assert 'fairway_budget_spent_ratio{budget="acme",period="month"} 0.99' in text
+    telemetry.spent([])
+    telemetry.spent([("acme", "month", None, 100)])
+    text = generate_latest(metrics.registry).decode()
+    assert "fairway_budget_spent_ratio{" not in text, "of what was deleted nothing is known"

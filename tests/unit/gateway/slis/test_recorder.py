@@ -162,8 +162,10 @@ def test_the_same_figures_are_exported() -> None:
     recorder = SliRecorder(metrics)
     recorder.ended(SliSubject(KEY), end("FINISHED", 0.2))
     recorder.ended(SliSubject(KEY), end("STREAM_BROKEN", 0.2))
+    for ttft_s in ((), (0.2,)):
+        recorder.ended(SliSubject(KEY), end("POISONED_INPUT", *ttft_s))
     found = exported(metrics, "fairway_sli_requests_total")
     by_result = {dict(labels)["result"]: count for labels, count in found.items()}
-    assert by_result == {"good": 1.0, "broken": 1.0}
-    assert sum(exported(metrics, "fairway_sli_ttft_seconds_count").values()) == 2.0
-    assert sum(exported(metrics, "fairway_sli_itl_seconds_count").values()) == 18.0
+    assert by_result == {"good": 1.0, "broken": 2.0, "poisoned": 1.0}
+    assert sum(exported(metrics, "fairway_sli_ttft_seconds_count").values()) == 3.0
+    assert sum(exported(metrics, "fairway_sli_itl_seconds_count").values()) == 27.0
