@@ -57,6 +57,12 @@ def whole_text(seed: int) -> str:
     return "".join(f"{token(seed, 0, position)} " for position in range(12))
 
 
+async def recorded(faces: Faces) -> None:
+    """Return once the record of the first gateway's run has its output so far."""
+    (owned,) = faces.gateways[0].keyed.owned()
+    await until(lambda: owned._quiet.is_set() and not owned.due(0.0))
+
+
 async def lose(faces: Faces, gateway: int) -> None:
     """End a gateway without a word to the stores, and wait until its leases are over."""
     lost = faces.gateways[gateway]
@@ -80,7 +86,7 @@ async def test_a_lost_gateways_run_is_continued_by_its_reader(faces: Faces) -> N
     faces.fleet.hold_at = 5
     made = await create(faces, seed=3)
     await until(lambda: faces.fleet.engine_tokens == 5)
-    await asyncio.sleep(0.1)  # the record has the output
+    await recorded(faces)
     await lose(faces, 0)
     faces.fleet.hold.set()
     found = await ended(faces, 1, made["id"])
@@ -94,7 +100,7 @@ async def test_a_stream_of_a_lost_gateway_goes_on_at_another(faces: Faces) -> No
     faces.fleet.hold_at = 5
     made = await create(faces, seed=3)
     await until(lambda: faces.fleet.engine_tokens == 5)
-    await asyncio.sleep(0.1)
+    await recorded(faces)
     await lose(faces, 0)
     faces.fleet.hold.set()
     _, _, whole = await faces.ask(1, "GET", f"{PATH}/{made['id']}?stream=true")

@@ -337,7 +337,7 @@ async def test_stores_that_missed_a_rotation_return_with_their_restart(tmp_path:
     async with contextlib.AsyncExitStack() as closing:
         with etcd_with_tls(tmp_path, authority) as url:
             stores = [
-                EtcdStore([url], SystemClock(), certificates=each, timeout_s=2.0) for each in (prompt, late)
+                EtcdStore([url], SystemClock(), certificates=each, timeout_s=5.0) for each in (prompt, late)
             ]
             for store in stores:
                 closing.push_async_callback(store.close)
@@ -468,10 +468,19 @@ def test_metrics_are_for_monitors_and_operators(tmp_path: Path, run: Run) -> Non
 async def _metrics(tmp_path: Path) -> None:
     authority = authority_in(tmp_path / "certs")
     certificates = FolderCertificates(issued(authority, "worker").folder, LookingClock())
-    server = TelemetryServer(
-        Metrics().registry, "127.0.0.1:0", problems=tuple, certificates=certificates, head_timeout_s=0.5
-    )
-    await server.start()
+
+    async def started(head_timeout_s: float) -> TelemetryServer:
+        server = TelemetryServer(
+            Metrics().registry,
+            "127.0.0.1:0",
+            problems=tuple,
+            certificates=certificates,
+            head_timeout_s=head_timeout_s,
+        )
+        await server.start()
+        return server
+
+    server = await started(20.0)
     monitor, gateway = identity_of(authority, "monitor"), identity_of(authority, "gateway")
     assert (await exchange(server.port, monitor)).startswith("HTTP/1.1 200")
     assert (await exchange(server.port, identity_of(authority, "operator"))).startswith("HTTP/1.1 200")
@@ -489,6 +498,8 @@ async def _metrics(tmp_path: Path) -> None:
     await asyncio.to_thread(authority.rotate, lambda done: None)
     assert await refused(server.port, another)
     assert (await exchange(server.port, identity_of(authority, "monitor"))).startswith("HTTP/1.1 200")
+    await server.stop()
+    server = await started(0.5)
     _, silent = await asyncio.open_connection("127.0.0.1", server.port)
     await until(lambda: server.connections == 1)
     await until(lambda: server.connections == 0)

@@ -265,12 +265,18 @@ async def test_without_a_grace_it_is_cancelled_with_its_client(redis_url: str, f
         assert not gateway.workers.started[0].live
 
 
-async def test_a_follower_elsewhere_keeps_it_running(redis_url: str, fleet: Fleet) -> None:
-    fleet.hold_at = 10
-    async with gateways(redis_url, fleet, 2, keyed=keyed_limits(detach_grace_s=0.5)) as (left, right):
+async def test_a_follower_elsewhere_keeps_it_running(
+    redis_url: str, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.idempotency.ownership.WATCHED_S", 30.0)
+    fleet.hold_at, keyed, patient = 5, keyed_limits(detach_grace_s=0.5), RecordLimits(lease_s=10.0)
+    async with gateways(redis_url, fleet, 2, keyed=keyed, records=patient, timeout_s=10.0) as (left, right):
         first = asyncio.create_task(left.ask("k", until=10))
-        await until(lambda: fleet.engine_tokens == 10)
+        await until(lambda: fleet.engine_tokens == 5)
         second = asyncio.create_task(right.ask("k"))
+        (owned,) = left.keyed.owned()
+        await until(lambda: owned.watched_until_s)  # It is there before the client leaves.
+        fleet.hold_at = 10
         await first
         await asyncio.sleep(1.5)
         assert left.workers.started[0].live

@@ -266,7 +266,7 @@ async def test_a_key_that_is_free_again_is_not_continued(faces: Faces, redis_url
     await source.read(faces.urls[1])
     assert source.status == 400
     assert param_of(source) == "last-event-id"
-    await faces.gateways[1].at_rest(2.0)
+    await faces.gateways[1].at_rest(15.0)
 
 
 @pytest.mark.parametrize("form", ONE_OF_EACH)

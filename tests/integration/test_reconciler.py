@@ -83,7 +83,7 @@ async def assignments(store: Store) -> dict[str, list[str]]:
     return {one.worker_id: [version.deployment for version in one.versions] for one in found}
 
 
-async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 8.0) -> None:
+async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await check():  # the store is not ours to signal
             await asyncio.sleep(0.02)

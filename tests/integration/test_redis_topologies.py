@@ -37,7 +37,7 @@ async def reserved(limiter: RedisLimiter, tenant: str, request_id: str, micros: 
 
 
 async def test_a_failover_of_sentinels_is_followed(running: Servers) -> None:
-    url, master, _ = await asyncio.to_thread(sentinel_group, running)
+    url, master, _ = await asyncio.to_thread(sentinel_group, running, down_after_ms=4000)
     limiter = RedisLimiter(url, CLOCK, timeout_s=1.0)
     try:
         await limiter.connect()
@@ -46,7 +46,7 @@ async def test_a_failover_of_sentinels_is_followed(running: Servers) -> None:
             assert client.wait(1, 5000) == 1, "the replica has the reservation"
         await asyncio.to_thread(running.kill, master)
         began_s = time.monotonic()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):  # Sentinels that stood still for 2 s do nothing for 30 s.
             while True:
                 try:
                     await limiter.concurrency("t")
@@ -65,7 +65,7 @@ async def test_a_failover_of_sentinels_is_followed(running: Servers) -> None:
 
 async def test_a_master_that_was_demoted_is_left(running: Servers) -> None:
     """It still answers, as a replica that refuses writes."""
-    url, master, replica = await asyncio.to_thread(sentinel_group, running)
+    url, master, replica = await asyncio.to_thread(sentinel_group, running, down_after_ms=4000)
     limiter = RedisLimiter(url, CLOCK, timeout_s=1.0)
     try:
         await reserved(limiter, "t", "r1", 900)

@@ -135,7 +135,7 @@ async def test_the_leader_is_found_through_etcd_and_a_standby_takes_over(
         for index, node in enumerate(nodes):
             await node.server.start()
             record = dump(Leader(f"s{index}", node.address))
-            election = Election(store, leader_key("scheduler", "test"), record, 2, clock, rng=Random(index))
+            election = Election(store, leader_key("scheduler", "test"), record, 30, clock, rng=Random(index))
             elections.append(supervisor.spawn(f"election{index}", election.run()))
             node._task = supervisor.spawn(f"scheduler{index}", node.service.run(election))
             if not index:

@@ -89,8 +89,11 @@ class Scrapes:
             except OSError as error:  # A newer connection displaced it, or its SYN was dropped.
                 self.failures.append(repr(error))
             else:
-                assert answer.startswith(b"HTTP/1.1 200 ")
-                self.took_s.append(time.monotonic() - began_s)
+                if answer:
+                    assert answer.startswith(b"HTTP/1.1 200 ")
+                    self.took_s.append(time.monotonic() - began_s)
+                else:
+                    self.failures.append("closed before its request arrived")
             await asyncio.sleep(0.1)
 
     async def _scrape(self) -> bytes:

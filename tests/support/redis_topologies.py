@@ -43,13 +43,13 @@ class Servers:
             chosen = port or free_port()
         raise AssertionError(f"Redis ended at once: {(self.folder / f'{chosen}.log').read_text()[-1000:]}")
 
-    def start_sentinel(self, master_port: int) -> int:
+    def start_sentinel(self, master_port: int, down_after_ms: int) -> int:
         port = free_port()
         config = self.folder / f"sentinel-{port}.conf"
         config.write_text(
             f"port {port}\nbind {HOST}\ndir {self.folder}\n"
             f"sentinel monitor {SERVICE} {HOST} {master_port} 2\n"
-            f"sentinel down-after-milliseconds {SERVICE} 500\n"
+            f"sentinel down-after-milliseconds {SERVICE} {down_after_ms}\n"
             f"sentinel failover-timeout {SERVICE} 3000\n"
         )
         assert self._run(port, [str(SERVER), str(config), "--sentinel"])
@@ -100,14 +100,14 @@ def servers(folder: Path) -> Iterator[Servers]:
             running.kill(port)
 
 
-def sentinel_group(running: Servers, *options: str) -> tuple[str, int, int]:
+def sentinel_group(running: Servers, *options: str, down_after_ms: int = 500) -> tuple[str, int, int]:
     """Return the URL, the master's port and the replica's, once the Sentinels see both and each other."""
     options = options or ("--appendonly", "yes", "--appendfsync", "always")
     master = running.start(*options)
     replica = running.start(*options, "--replicaof", HOST, str(master))
     with running.client(master) as client:
         until(lambda: client.info("replication").get("slave0", {}).get("state") == "online")
-    sentinels = [running.start_sentinel(master) for _ in range(3)]
+    sentinels = [running.start_sentinel(master, down_after_ms) for _ in range(3)]
 
     def seen(port: int) -> bool:
         with running.client(port) as client:

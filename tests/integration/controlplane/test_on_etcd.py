@@ -127,7 +127,7 @@ async def plane(own_etcd: Any) -> AsyncIterator[Plane]:
         await store.commit([Put(version_key("m", digest), dump(VersionRecord("m", digest, 1, 0.0)))])
     supervisor, directory = Supervisor(CLOCK), StaticDirectory()
     service = ControlPlaneService(store, CLOCK, Sealer(b"k" * 32), MemoryLimiter(CLOCK))
-    queues = GrpcQueues(directory, TOKEN, CLOCK, timeout_s=1.0)
+    queues = GrpcQueues(directory, TOKEN, CLOCK, timeout_s=2.5)
     server = RpcServer(
         [
             RpcService(

@@ -130,7 +130,7 @@ async def test_stopping_lets_answers_end_and_cuts_the_rest() -> None:
         short, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "short"})
         long, _ = await face.send("/v1/chat/completions", {**STREAM, "user": "long"})
         await face.service.until_running(2)
-        stopping = asyncio.ensure_future(face.server.stop(0.5))
+        stopping = asyncio.ensure_future(face.server.stop(4.0))
         await asyncio.sleep(0.05)
         with pytest.raises(OSError):
             await face.connect()

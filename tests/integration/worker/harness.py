@@ -325,7 +325,7 @@ async def start_harness(
     used: ModelSource = files if source is None else source
     texts = TextProcessCheck(clock, supervisor) if checks_texts else None
     engines = settings or EngineSettings(
-        null_step_s=0.002, timeouts=EngineTimeouts(silence_s=3.0, shutdown_s=5.0)
+        null_step_s=0.002, timeouts=EngineTimeouts(silence_s=20.0, shutdown_s=5.0)
     )
     agent = WorkerAgent(
         WorkerIdentity("w1", address, memory_bytes=memory_bytes),
