@@ -484,12 +484,15 @@ class ReportSlisRequest(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     OLDEST_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    SENT_UNIX_MS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """One life of a gateway. Numbers its reports from 1."""
     first: _builtins.int
     """Number of the first report."""
     oldest: _builtins.int
     """Number of the oldest report that the gateway still has."""
+    sent_unix_ms: _builtins.int
+    """Time of sending by the gateway's clock. 0: not sent, and the clock is not corrected."""
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliDelta]: ...
     def __init__(
@@ -499,10 +502,11 @@ class ReportSlisRequest(_message.Message):
         first: _builtins.int = ...,
         oldest: _builtins.int = ...,
         reports: _abc.Iterable[Global___SliDelta] | None = ...,
+        sent_unix_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "oldest", b"oldest", "reports", b"reports", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "oldest", b"oldest", "reports", b"reports", "sent_unix_ms", b"sent_unix_ms", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -207,9 +207,12 @@ class GrpcSlis(LeaderCalls):
         request = slis_pb2.ReportSlisRequest(
             source=source, first=first, oldest=oldest, reports=map(report_to_proto, reports)
         )
-        answer: slis_pb2.ReportSlisResponse = await self.call(
-            lambda channel: slis_pb2_grpc.SliServiceStub(channel).ReportSlis, request, REPORT_SLIS_S
-        )
+
+        def send(channel: grpc.aio.Channel) -> Any:
+            request.sent_unix_ms = round(self._clock.unix_s() * 1000)  # of each try: it may wait for a leader
+            return slis_pb2_grpc.SliServiceStub(channel).ReportSlis
+
+        answer: slis_pb2.ReportSlisResponse = await self.call(send, request, REPORT_SLIS_S)
         return SliReceipt(answer.last, answer.durable)
 
 

@@ -46,11 +46,12 @@ MOMENT_S: Final = 2.0
 AHEAD_S: Final = 0.5  # a clock that is so far ahead, or behind, is corrected
 BEHIND_S: Final = 4.0
 _LOADING: Final = (VersionState.FETCHING, VersionState.LOADING)
-_REPORTS: Final = 16  # reports of a source by which its clock is judged
+_CALLS: Final = 16  # calls of a source by which its clock is judged
 _MAX_SOURCES: Final = 1024
-_MINUTES: Final = "minutes/"
-_HOURS: Final = "hours/"
-_BASELINES: Final = "baselines/"  # prefix of NAME-NUMBER
+# The usage ledger is in the same store, and deletes below its own ``hours/``.
+_MINUTES: Final = "samples/minute-"
+_HOURS: Final = "samples/hour-"
+_BASELINES: Final = "samples/saved-"  # prefix of NAME-NUMBER
 _MOMENT: Final = Mirror(FleetMoment, pb.FleetMoment)
 
 
@@ -64,22 +65,28 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Source:
-    """One life of a gateway. ``skews_s``: how far its newest reports were behind this clock on arrival."""
+    """One life of a gateway. ``skews_s``: by how much its newest calls were sent before they arrived here.
+    ``last``: number of its last report."""
 
-    skews_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REPORTS))
+    skews_s: deque[float] = field(default_factory=lambda: deque(maxlen=_CALLS))
     gateway: str = ""
     seen_s: float = 0.0
+    last: int = 0
 
     @property
     def skew_s(self) -> float:
-        """How far its clock is behind; 0 within the usual delay of a report."""
+        """How far its clock is behind; 0 within the usual delay of a call.
+
+        No call arrives before it is sent, but a new leader may be slow for a while: that takes ``_CALLS``.
+        """
         skew_s = min(self.skews_s, default=0.0)
-        return skew_s if skew_s < -AHEAD_S or skew_s > BEHIND_S else 0.0
+        is_behind = skew_s > BEHIND_S and len(self.skews_s) == _CALLS
+        return skew_s if skew_s < -AHEAD_S or is_behind else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The samples of a time. ``zones``: the last known zone of each worker."""
+    """The samples of a time. ``zones``: the last known zone of each worker that ran one of them."""
 
     begin_s: float
     end_s: float
@@ -110,7 +117,7 @@ class SampleStore:
         self._buckets: dict[int, _Bucket] = {}
         self._size_bytes = 0
         self._moments: deque[FleetMoment] = deque(maxlen=int(KEPT_S / MOMENT_S))
-        self._zones: dict[str, str] = {}
+        self._zones: dict[str, tuple[str, float]] = {}  # of workers: the zone, and when it was seen
         self._devices: tuple[str, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._lost: deque[tuple[float, int]] = deque(maxlen=1024)
@@ -120,18 +127,33 @@ class SampleStore:
     def size_bytes(self) -> int:
         return self._size_bytes
 
-    def add(self, source: str, reports: Sequence[SliReport], lost: int) -> None:
-        """Add the samples of reports that are new; ``lost``: reports before them that will not come."""
+    def last_of(self, source: str) -> int:
+        """Return the number of the last report of a source that was added, 0 for none."""
+        return self._sources[source].last if source in self._sources else 0
+
+    def add(
+        self,
+        source: str,
+        reports: Sequence[SliReport],
+        lost: int,
+        *,
+        last: int = 0,
+        sent_unix_s: float | None = None,
+    ) -> None:
+        """Add the samples of reports that are new; ``lost``: reports before them that will not come.
+
+        ``last`` is the number of the last one, ``sent_unix_s`` the time of the call by the source's clock.
+        """
         now_s = self._clock.unix_s()
         known = self._sources.pop(source, None) or _Source()
         self._sources[source] = known
         while len(self._sources) > _MAX_SOURCES:
             del self._sources[next(iter(self._sources))]
-        known.seen_s = now_s
+        known.seen_s, known.last = now_s, last
         if lost > 0:
             self._lost.append((now_s, lost))
-        for report in reports:
-            known.skews_s.append(now_s - report.cut_unix_s)
+        if sent_unix_s is not None:
+            known.skews_s.append(now_s - sent_unix_s)
         for report in reports:
             for request in report.sampled:
                 known.gateway = request.gateway
@@ -149,7 +171,9 @@ class SampleStore:
             if begin_s <= one.ended_unix_us / 1e6 < end_s
         ]
         moments = tuple(one for one in list(self._moments) if begin_s <= one.unix_s < end_s)
-        zones, devices = dict(self._zones), self._devices
+        seen, devices = self._zones, self._devices
+        workers = {one.run.worker_id for one in requests}
+        zones = {worker: seen[worker][0] for worker in sorted(workers) if worker in seen}
         return Found(begin_s, end_s, requests, moments, zones, self._installation(), devices)
 
     def ended(self, request_id: str) -> list[FinishedRequest]:
@@ -191,10 +215,11 @@ class SampleStore:
     async def load(self) -> None:
         """Read the stored minutes of the last hour. Raises StoreUnavailable.
 
-        What is in memory stays, once: a process may lead again, and a load may be repeated.
+        What is in memory stays, once: a process may lead again, and a load may be repeated. Minutes that it
+        stored or loaded itself are in memory, some by a smaller sample now.
         """
         now_s = self._clock.unix_s()
-        oldest = int((now_s - KEPT_S) // MINUTE_S)
+        oldest = max(int((now_s - KEPT_S) // MINUTE_S), self._stored_minute)
         known = {_id_of(data) for data in self._kept()}
         for name in await self._store.names(_MINUTES, after=_minute(oldest)):
             try:
@@ -205,11 +230,11 @@ class SampleStore:
             moments = {one.unix_s: one for one in chain(self._moments, found.moments)}
             self._moments.clear()
             self._moments.extend(moments[unix_s] for unix_s in sorted(moments))
-            self._zones |= found.zones
+            self._zones |= {worker: (zone, found.end_s) for worker, zone in found.zones.items()}
             for request in found.requests:
                 if request.request_id.encode() not in known:
                     self._put(request, 0.0, now_s)
-            self._stored_minute = max(self._stored_minute, int(name.rpartition("/")[2]))
+            self._stored_minute = max(self._stored_minute, int(name.rpartition("-")[2]))
 
     async def store(self) -> None:
         """Store the minutes and hours that have passed. Raises StoreUnavailable."""
@@ -256,7 +281,7 @@ class SampleStore:
         """Return the stored hours that a window is compared with: the same hour of the three days before, or
         the three hours before; None without any. Raises StoreUnavailable."""
         hour = int(begin_s // HOUR_S)
-        stored = [int(one.rpartition("/")[2]) for one in await self._store.names(_HOURS)]
+        stored = [int(one.rpartition("-")[2]) for one in await self._store.names(_HOURS)]
         earlier = [number for number in stored if number < hour]
         chosen = [number for number in earlier if (hour - number) % 24 == 0][-3:] or earlier[-3:]
         parts = [await self._read(_hour(number)) for number in chosen]
@@ -306,8 +331,9 @@ class SampleStore:
             return
         ready: defaultdict[str, int] = defaultdict(int)
         loading, devices = [], set()
+        self._zones = {name: seen for name, seen in self._zones.items() if seen[1] >= now_s - KEPT_S}
         for worker in self._workers():
-            self._zones[worker.worker_id] = worker.zone
+            self._zones[worker.worker_id] = worker.zone, now_s
             devices.add(worker.device)
             for version in worker.versions:
                 ready[version.deployment] += version.state is VersionState.READY

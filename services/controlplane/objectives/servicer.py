@@ -180,5 +180,11 @@ class SliServicer(slis_pb2_grpc.SliServiceServicer):
         self, request: slis_pb2.ReportSlisRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> slis_pb2.ReportSlisResponse:
         reports = tuple(map(report_from_proto, request.reports))
-        receipt = self._store.report(request.source, request.first, request.oldest, reports)
+        receipt = self._store.report(
+            request.source,
+            request.first,
+            request.oldest,
+            reports,
+            sent_unix_s=request.sent_unix_ms / 1000 or None,
+        )
         return slis_pb2.ReportSlisResponse(last=receipt.last, durable=receipt.durable)

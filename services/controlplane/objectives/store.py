@@ -166,14 +166,27 @@ class SliStore:
     def leads(self) -> bool:
         return self._term is not None and self._leadership.epoch == self._term.epoch
 
-    def report(self, source: str, first: int, oldest: int, reports: Sequence[SliReport]) -> SliReceipt:
-        """Count reports: see ``SliReports`` of the gateway. Raises NoLeader."""
+    def report(
+        self,
+        source: str,
+        first: int,
+        oldest: int,
+        reports: Sequence[SliReport],
+        *,
+        sent_unix_s: float | None = None,
+    ) -> SliReceipt:
+        """Count reports: see ``SliReports`` of the gateway. Raises NoLeader.
+
+        ``sent_unix_s``: the time of the call by the source's clock.
+        """
         term = self._leading()
-        had = term.book.last_of(source)
+        # The samples outlive a term: they have reports that came after the snapshot of the book.
+        had = max(term.book.last_of(source), self.samples.last_of(source))
         last = term.book.apply(source, first, oldest, reports, self._objectives(), now_s=self._clock.unix_s())
         if last > had:
             new = reports[max(0, had + 1 - first) :]
-            self.samples.add(source, new, lost=last - had - len(new) if had else 0)
+            lost = last - had - len(new) if had else 0
+            self.samples.add(source, new, lost, last=last, sent_unix_s=sent_unix_s)
         term.changed = term.changed or bool(reports)
         for report in reports:
             self.requests.add(report.requests)

@@ -170,9 +170,11 @@ class RemoteSlis:
         if leader is None:
             raise NoLeader("no control plane leads", retry_after_s=1.0)
         messages = [report_to_proto(one) for one in reports]
+        sent_unix_s = self._process.clock.unix_s()
 
         async def count(slis: SliStore) -> SliReceipt:
-            return slis.report(source, first, oldest, tuple(map(report_from_proto, messages)))
+            received = tuple(map(report_from_proto, messages))
+            return slis.report(source, first, oldest, received, sent_unix_s=sent_unix_s)
 
         try:
             return await self._network.ask(self._process, leader.address, count, within_s=_REPORT_S)

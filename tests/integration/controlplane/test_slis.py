@@ -11,15 +11,15 @@ import pytest
 import pytest_asyncio
 from google.protobuf.message import Message
 
-from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2
+from fairway.v1 import common_pb2, controlplane_pb2_grpc, slis_pb2, slis_pb2_grpc
 from fairway.v1 import controlplane_pb2 as pb
-from services.adapters.grpc.leader_calls import GrpcPlane, GrpcQueues
+from services.adapters.grpc.leader_calls import GrpcPlane, GrpcQueues, GrpcSlis
 from services.adapters.links.scheduler_directory import LeaderAddress
 from services.adapters.memory.store import MemoryStore
 from services.controlplane.audit_reads import AuditReader
 from services.controlplane.diagnosis.listing import Diagnoses
 from services.controlplane.diagnosis.store import SampleStore
-from services.controlplane.objectives.servicer import SliListing
+from services.controlplane.objectives.servicer import SliListing, SliServicer
 from services.controlplane.service import ControlPlaneService
 from services.controlplane.servicer import ControlPlaneServicer
 from services.core.arms import SliReport
@@ -37,6 +37,7 @@ from services.runtime.supervisor import Supervisor
 from simulator.stores.limiter import MemoryLimiter
 from tests.integration.controlplane.plane import ADMIN, SEALER
 from tests.integration.scheduler_fleet import StaticDirectory
+from tests.support.clocks import HandClock
 from tests.support.drawn_windows import World, drawn
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.no_plane import NoPlane
@@ -79,7 +80,12 @@ class OnePlane:
                     pb.DESCRIPTOR.services_by_name["ControlPlaneService"],
                     controlplane_pb2_grpc.add_ControlPlaneServiceServicer_to_server,
                     servicer,
-                )
+                ),
+                RpcService(
+                    slis_pb2.DESCRIPTOR.services_by_name["SliService"],
+                    slis_pb2_grpc.add_SliServiceServicer_to_server,
+                    SliServicer(self.measured.store),
+                ),
             ],
             listen="127.0.0.1:0",
             internal_token=TOKEN,
@@ -193,6 +199,23 @@ async def test_a_standby_answers_with_the_leaders_diagnosis(planes: Planes) -> N
         assert [(one.kind, one.subject) for one in found.causes] == [("quota_store_slow", "redis")]
         with pytest.raises(InvalidInput, match="not before its end"):
             await plane.diagnose(start_time=timestamp(now_s), end_time=timestamp(now_s - 1))
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 30.0])
+async def test_the_time_of_a_report_call_shows_the_clock_of_its_gateway(
+    planes: Planes, ahead_s: float
+) -> None:
+    """A report of an hour before does not."""
+    leader, _, directory = planes
+    now_s = CLOCK.unix_s()
+    calls = GrpcSlis(directory, TOKEN, HandClock(now_s + ahead_s))
+    sampled = drawn(World(), now_s - 1800 + ahead_s, 60.0, 0)
+    await calls.report("one", 1, 1, [SliReport(now_s - 1700 + ahead_s, {}, {}, sampled=sampled[:60])])
+    await calls.close()
+    samples = leader.measured.store.samples
+    assert len(samples.find(now_s - 1800, now_s - 1730).requests) == 60
+    notes = samples.notes(now_s - 60, CLOCK.unix_s())
+    assert ["s ahead; its times are corrected" in one for one in notes] == [True] * bool(ahead_s)
 
 
 async def test_a_window_is_at_most_what_is_kept(planes: Planes) -> None:

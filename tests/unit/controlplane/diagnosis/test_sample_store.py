@@ -10,6 +10,9 @@ from msgspec.structs import replace
 from services.adapters.ledger_stores import FolderLedger
 from services.controlplane.diagnosis import store as limits
 from services.controlplane.diagnosis.store import SampleStore
+from services.controlplane.usage.log import KEEP_S, UsageLog
+from services.controlplane.usage.policy.book import LedgerBook
+from services.controlplane.usage.policy.lines import Amounts, Line
 from services.core.arms import SliReport
 from services.core.errors import FailedPrecondition, NotFound
 from services.core.estimates.finished import FinishedRequest
@@ -32,9 +35,9 @@ def report(cut_s: float, *requests: FinishedRequest) -> SliReport:
     return SliReport(cut_s, {}, {}, sampled=requests)
 
 
-def worker(state: VersionState = VersionState.READY) -> Worker:
+def worker(state: VersionState = VersionState.READY, name: str = "worker-0") -> Worker:
     version = LoadedVersion("chat", "chat", "sha256:a", state)
-    return Worker("worker-0", "host:1", zone="b", versions=(version,), device="h200")
+    return Worker(name, "host:1", zone="b", versions=(version,), device="h200")
 
 
 def test_requests_are_found_by_the_time_of_their_end_with_all_their_fields() -> None:
@@ -88,17 +91,60 @@ def test_memory_is_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyP
 
 def test_a_clock_that_differs_is_corrected_and_named() -> None:
     store = SampleStore(MemoryLedger(), HandClock(NOW_S))
-    store.add("one", [report(NOW_S + 30, request(1, NOW_S + 29))], lost=0)
+    ahead = report(NOW_S + 30, request(1, NOW_S + 29))
+    store.add("one", [ahead], lost=0, sent_unix_s=NOW_S + 30)
     (found,) = store.find(NOW_S - 2, NOW_S).requests
     assert found.ended_unix_us == pytest.approx((NOW_S - 1) * 1e6, abs=1e3)
     assert store.notes(NOW_S - 10, NOW_S) == (
         "the clock of gateway is 30.0 s ahead; its times are corrected",
     )
-    # Reports that come late after an outage are no sign of a clock.
-    late = SampleStore(MemoryLedger(), HandClock(NOW_S))
-    late.add("one", [report(NOW_S - 60, request(1, NOW_S - 61)), report(NOW_S)], lost=0)
-    assert len(late.find(NOW_S - 62, NOW_S - 60).requests) == 1
-    assert late.notes(NOW_S - 100, NOW_S) == ()
+
+
+def test_a_clock_that_is_behind_is_corrected_once_calls_of_half_a_minute_show_it() -> None:
+    clock = HandClock(NOW_S)
+    store = SampleStore(MemoryLedger(), clock)
+    for number in range(20):
+        clock.now_s += 2.0
+        slow_s = clock.now_s - 30
+        store.add("one", [report(slow_s, request(number, slow_s - 1))], lost=0, sent_unix_s=slow_s)
+    found = {one.request_id for one in store.find(NOW_S, clock.now_s).requests}
+    assert found == {f"req_{number}" for number in range(15, 20)}
+    assert "the clock of gateway is 30.0 s behind" in store.notes(NOW_S, clock.now_s)[0]
+
+
+@pytest.mark.parametrize("slow_s", [0.1, 6.0])
+def test_reports_that_come_late_are_no_sign_of_a_clock(slow_s: float) -> None:
+    """A new leader receives those of an outage four at a time, the oldest first, and may be slow at first."""
+    clock = HandClock(NOW_S)
+    store = SampleStore(MemoryLedger(), clock)
+    cuts = [NOW_S - 120 + 2 * number for number in range(60)]
+    for begin in range(0, 60, 4):
+        late = [report(cut_s, request(round(cut_s), cut_s - 1)) for cut_s in cuts[begin : begin + 4]]
+        store.add("one", late, lost=0, sent_unix_s=clock.now_s - slow_s)
+    found = store.find(NOW_S - 130, NOW_S).requests
+    assert [one.ended_unix_us / 1e6 for one in found] == pytest.approx([cut_s - 1 for cut_s in cuts])
+    assert store.notes(NOW_S - 130, NOW_S) == ()
+
+
+def test_a_gateway_that_sends_no_time_is_not_corrected() -> None:
+    store = SampleStore(MemoryLedger(), HandClock(NOW_S))
+    store.add("one", [report(NOW_S - 60, request(1, NOW_S - 61))], lost=0)
+    assert len(store.find(NOW_S - 62, NOW_S - 60).requests) == 1
+    assert store.notes(NOW_S - 100, NOW_S) == ()
+
+
+def test_zones_of_workers_that_are_gone_are_forgotten() -> None:
+    clock, fleet = HandClock(NOW_S), [worker()]
+    store = SampleStore(MemoryLedger(), clock, workers=lambda: fleet)
+    for number in range(100):
+        clock.now_s += 60.0
+        fleet[:] = [worker(name=f"worker-{number}")]
+        run = replace(RUN, worker_id=f"worker-{number}")
+        store.add("one", [report(clock.now_s, replace(request(number, clock.now_s), run=run))], lost=0)
+        assert set(store.find(clock.now_s - 30, clock.now_s + 1).zones) == {f"worker-{number}"}
+    store.add("one", [report(clock.now_s, request(100, clock.now_s))], lost=0)
+    assert store.find(clock.now_s - 1, clock.now_s + 1).zones == {"worker-99": "b"}, "worker-0 is gone"
+    assert len(store.find(0, clock.now_s + 1).zones) == limits.KEPT_S // 60 + 1
 
 
 def test_lost_reports_and_gateways_that_stopped_are_said() -> None:
@@ -148,7 +194,7 @@ async def test_a_saved_baseline_is_replaced_by_one_of_its_name(kind: str, tmp_pa
     found = await store.baseline("monday")
     assert [one.request_id for one in found.requests] == ["req_1", "req_2"]
     assert (found.installation, found.begin_s, found.end_s) == ("here", NOW_S - 10, NOW_S)
-    assert len(await ledger.names("baselines/")) == 2
+    assert len(await ledger.names("samples/saved-")) == 2
     with pytest.raises(NotFound, match=r"no baseline tuesday is saved \(saved: monday, monday-2\)"):
         await store.baseline("tuesday")
 
@@ -174,8 +220,52 @@ async def test_hours_are_stored_and_found_by_the_hour_of_the_day() -> None:
     hour = int(clock.now_s // 3600)
     ended = {int(one.ended_unix_us / 3600e6) for one in found.requests}
     assert ended == {hour - 24}
-    assert len(await ledger.names("minutes/")) <= 70
+    assert len(await ledger.names("samples/minute-")) <= 70
     assert await store.hours_before(0.0) is None
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+async def test_samples_and_the_usage_ledger_share_a_store(kind: str, tmp_path: Path) -> None:
+    """Each finds its own objects after both stored hours, and the checkpoints of usage delete no samples."""
+    ledger = MemoryLedger() if kind == "memory" else FolderLedger(tmp_path)
+    clock = HandClock(NOW_S)
+    samples, usage = SampleStore(ledger, clock), UsageLog(ledger, clock)
+    await usage.load()
+    await ledger.create(f"hours/{int(NOW_S // 3600) - 1:016d}", b"samples of an earlier version")
+    for number in range(26):
+        samples.add("one", [report(clock.now_s, request(number, clock.now_s - 1))], lost=0)
+        await samples.store()
+        clock.now_s += 3600.0
+    await samples.save("n" * 48, samples.find(0, clock.now_s))
+    stored = await ledger.names("samples/")
+    book = LedgerBook(number=10**15)  # above the number of any hour
+    book.sums.add(Line(int(NOW_S // 3600), "acme"), Amounts(1))
+    book.hours = await usage.write_checkpoint(book, 0)
+    found = await samples.hours_before(clock.now_s)
+    assert found is not None
+    clock.now_s += KEEP_S
+    await usage.delete_covered(book)
+    assert await ledger.names("hours/") == tuple(
+        f"hours/{hour:08d}-{through:016d}" for hour, through in book.hours.items()
+    )
+    assert await ledger.names("samples/") == stored
+    assert await samples.hours_before(clock.now_s) == found
+    assert (await UsageLog(ledger, clock).load()).hours == book.hours
+
+
+async def test_minutes_that_are_in_memory_count_once_after_another_load() -> None:
+    """Late requests thin a bucket whose minute is stored."""
+    clock = HandClock(NOW_S)
+    store = SampleStore(MemoryLedger(), clock)
+    ended_s, many = NOW_S + 1, limits.MAX_OF_MODEL - 2
+    store.add("one", [report(NOW_S, *(request(number, ended_s) for number in range(many)))], lost=0)
+    clock.now_s += 120.0
+    await store.store()
+    late = [request(many + number, ended_s) for number in range(8)]
+    store.add("one", [report(NOW_S, *late)], lost=0)
+    await store.load()
+    found = store.find(NOW_S, NOW_S + 60).requests
+    assert sum(one.weight for one in found) == pytest.approx(many + 8, rel=0.02)
 
 
 async def test_a_damaged_minute_is_skipped() -> None:
@@ -185,7 +275,7 @@ async def test_a_damaged_minute_is_skipped() -> None:
         clock.now_s += 1.0
         store.add("one", [report(clock.now_s, request(number, clock.now_s))], lost=0)
     await store.store()
-    name = min(await ledger.names("minutes/"))
+    name = min(await ledger.names("samples/minute-"))
     ledger.objects[name] = ledger.objects[name][:-5]
     second = SampleStore(ledger, clock)
     await second.load()

@@ -15,8 +15,9 @@ from services.controlplane.objectives.policy.burn import EventCounts
 from services.controlplane.objectives.store import SliStore, SnapshotTaken, book_from_bytes, book_to_message
 from services.core.arms import ArmKey, ArmWindow, GateWindow, SliKey, SliReceipt, SliReport
 from services.core.errors import InvalidInput, NoLeader, StoreUnavailable
+from services.core.estimates.finished import FinishedRequest
 from services.core.estimates.traffic_shapes import RequestShape, SamplingKind, TrafficShapes
-from services.core.generation import Usage
+from services.core.generation import StageClock, Usage
 from services.core.records import BurnAlert, LatencyTarget, Meta, Objective, Priority, Sli
 from services.gateway.slis import RequestEnd, RequestLatencies, SliRecorder, SliReporter, SliSubject
 from services.rpc.convert.slis import report_from_proto, report_to_proto
@@ -139,6 +140,35 @@ async def test_each_request_counts_once_over_failovers(seed: int) -> None:
     finally:
         for plane in planes:
             await plane.stop()
+
+
+async def test_samples_that_come_again_to_a_leader_count_once() -> None:
+    """It led before: its sums begin from the snapshot again, its samples are still there."""
+    clock = QuickClock(UNIX_S)
+    plane = Plane(MemoryLedger(), clock)
+    recorder = SliRecorder(zone="a")
+    reporter = SliReporter(recorder, Link(Random(1), [plane]), clock, "g")
+    await plane.lead(1)
+
+    async def send(number: int) -> None:
+        ended = StageClock(round(UNIX_S * 1e6) + number, decode_us=1)
+        names = f"req_{number}", "grpc", "acme", "chat", "sha256:1", Priority.STANDARD, "FINISHED"
+        finish(recorder)
+        recorder.note(FinishedRequest(*names, ended, Usage(1, 1)))
+        await reporter.send()
+
+    for number in range(6):
+        await send(number)
+        if number == 2:
+            await plane.store.store()
+    await plane.lead(2)
+    assert counted(plane)[0] == 3
+    await send(6)
+    assert counted(plane)[0] == 7
+    found = plane.store.samples.find(UNIX_S - 1, UNIX_S + 1).requests
+    assert [one.request_id for one in found] == [f"req_{number}" for number in range(7)]
+    assert plane.store.samples.notes(UNIX_S - 1, UNIX_S + 1) == ()
+    await plane.stop()
 
 
 @pytest.mark.parametrize("snapshots", [1, 6])
