@@ -19,7 +19,7 @@ from services.adapters.grpc.leader_calls import LeadingPlane
 from services.adapters.threads import in_thread
 from services.controlplane.diagnosis.store import SampleStore
 from services.controlplane.timelines.join import WorkerSteps, joined, unknown, when, without_neighbours
-from services.controlplane.timelines.policy.tail import Kept, KeptTimelines
+from services.controlplane.timelines.policy.tail import MAX_KEPT_BYTES, Kept, KeptTimelines
 from services.core.errors import FairwayError, NoLeader
 from services.core.estimates.finished import FinishedRequest, FinishedRequests
 from services.ports.clock import Clock
@@ -32,7 +32,6 @@ log = structlog.get_logger()
 
 ROUND_S: Final = 1.0
 MAX_WORKERS: Final = 16  # most workers of one timeline
-MAX_KEPT_BYTES: Final = 512 * 1024  # a larger timeline is kept without the other requests of its batches
 _NEWEST: Final = 256  # ended requests that a round looks at
 
 

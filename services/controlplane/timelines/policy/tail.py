@@ -6,8 +6,9 @@ Tail sampling: the decision is taken when the latency is known. Pure; single wri
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, Generic, TypeVar
 
 from services.core.estimates.finished import FinishedRequest
@@ -15,7 +16,9 @@ from services.core.estimates.finished import FinishedRequest
 MAX_SLOW: Final = 192
 MAX_SLOW_OF_MODEL: Final = 64
 MAX_FAILED: Final = 64
-MAX_BYTES: Final = 32 * 1024 * 1024
+MAX_SLOW_BYTES: Final = 24 * 1024 * 1024
+MAX_FAILED_BYTES: Final = 8 * 1024 * 1024
+MAX_KEPT_BYTES: Final = 512 * 1024  # a larger timeline is kept without the other requests of its batches
 KEPT_S: Final = 3600.0
 SLOW_PER_ROUND: Final = 4
 FAILED_PER_ROUND: Final = 2
@@ -50,7 +53,8 @@ class KeptTimelines(Generic[T]):
     def wanted(self, ended: Iterable[FinishedRequest]) -> list[FinishedRequest]:
         """Return which of these to collect, the slowest first: a bounded number for each round."""
         fresh = [one for one in ended if one.request_id not in self._kept]
-        floors = {model: self._floor_us(model) for model in {one.model for one in fresh}}
+        slow_ones = self._slow()
+        floors = {model: _floor_us(model, slow_ones) for model in {one.model for one in fresh}}
         slow = [one for one in fresh if not one.failed and one.total_us > floors[one.model]]
         slow.sort(key=lambda one: one.total_us, reverse=True)
         failed = [one for one in fresh if one.failed]
@@ -63,14 +67,11 @@ class KeptTimelines(Generic[T]):
         self._kept[request.request_id] = kept
         self.size_bytes += kept.size_bytes
         if request.failed:
-            self._bound(self._of(failed=True), MAX_FAILED)
-        else:
-            mine = sorted(self._of(failed=False, model=request.model), key=lambda one: -one.request.total_us)
-            for least in mine[MAX_SLOW_OF_MODEL:]:
-                self._evict(least)
-            self._bound(self._of(failed=False), MAX_SLOW)
-        while self.size_bytes > MAX_BYTES:
-            self._evict(next(iter(self._kept.values())))
+            while _bytes(failed := self._failed()) > MAX_FAILED_BYTES or len(failed) > MAX_FAILED:
+                self._evict(failed[0])
+            return
+        while _passes(slow := self._slow(), 0, 0) or len(slow.get(request.model, ())) > MAX_SLOW_OF_MODEL:
+            self._evict(_least(slow))
 
     def expire(self, now_unix_s: float) -> None:
         """Drop what is older than ``KEPT_S``."""
@@ -78,20 +79,16 @@ class KeptTimelines(Generic[T]):
             if one.kept_unix_s < now_unix_s - KEPT_S:
                 self._drop(one.request.request_id)
 
-    def _of(self, *, failed: bool, model: str = "") -> Iterator[Kept[T]]:
+    def _failed(self) -> list[Kept[T]]:
+        return [one for one in self._kept.values() if one.request.failed]
+
+    def _slow(self) -> dict[str, list[Kept[T]]]:
+        """Return those that did not fail, by model."""
+        found: dict[str, list[Kept[T]]] = {}
         for one in self._kept.values():
-            if one.request.failed is failed and model in ("", one.request.model):
-                yield one
-
-    def _floor_us(self, model: str) -> int:
-        """Return the latency that a further slow request of the model has to exceed."""
-        mine = sorted((one.request.total_us for one in self._of(failed=False, model=model)), reverse=True)
-        return mine[MAX_SLOW_OF_MODEL - 1] if len(mine) >= MAX_SLOW_OF_MODEL else -1
-
-    def _bound(self, kept: Iterator[Kept[T]], most: int) -> None:
-        found = list(kept)
-        for one in found[: max(0, len(found) - most)]:
-            self._evict(one)
+            if not one.request.failed:
+                found.setdefault(one.request.model, []).append(one)
+        return found
 
     def _evict(self, one: Kept[T]) -> None:
         self.evicted += 1
@@ -100,3 +97,31 @@ class KeptTimelines(Generic[T]):
     def _drop(self, request_id: str) -> None:
         if (old := self._kept.pop(request_id, None)) is not None:
             self.size_bytes -= old.size_bytes
+
+
+def _bytes(kept: Iterable[Kept[T]]) -> int:
+    return sum(one.size_bytes for one in kept)
+
+
+def _passes(slow: Mapping[str, list[Kept[T]]], more: int, more_bytes: int) -> bool:
+    """Return whether so many more would pass the bounds of all models together."""
+    held = list(chain.from_iterable(slow.values()))
+    return len(held) + more > MAX_SLOW or _bytes(held) + more_bytes > MAX_SLOW_BYTES
+
+
+def _least(slow: Mapping[str, list[Kept[T]]]) -> Kept[T]:
+    """Return the fastest of the models with the most: each comes to an equal share of a full store."""
+    most = max(map(len, slow.values()))
+    tied = chain.from_iterable(mine for mine in slow.values() if len(mine) == most)
+    return min(tied, key=lambda one: one.request.total_us)
+
+
+def _floor_us(model: str, slow: Mapping[str, list[Kept[T]]]) -> int:
+    """Return the latency that a further request of the model has to exceed: of what it would displace."""
+    mine = slow.get(model, [])
+    most = max(map(len, slow.values()), default=0)
+    full = len(mine) == MAX_SLOW_OF_MODEL or _passes(slow, 1, MAX_KEPT_BYTES)
+    if not full or len(mine) + 1 < most:
+        return -1
+    tied = (one for each in slow.values() if each is mine or len(each) > len(mine) for one in each)
+    return min((one.request.total_us for one in tied), default=-1)

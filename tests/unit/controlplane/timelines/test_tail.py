@@ -2,6 +2,8 @@
 
 from random import Random
 
+import pytest
+
 from services.controlplane.timelines.policy import tail
 from services.controlplane.timelines.policy.tail import Kept, KeptTimelines
 from services.core.estimates.finished import FinishedRequest
@@ -47,6 +49,35 @@ def test_the_slowest_of_each_model_stay() -> None:
     assert store.evicted
 
 
+@pytest.mark.parametrize("size", [100, tail.MAX_KEPT_BYTES // 2])
+def test_more_models_than_fit_share_alike_and_ordinary_requests_displace_none(size: int) -> None:
+    """By the number of timelines, or by their bytes."""
+    store, rng = KeptTimelines[str](), Random(5)
+    models = {"a": 10**6, "b": 10**5, "c": 10**4, "d": 10**6}
+    requests = [
+        ended(f"{model}{number}", rng.randrange(below), model=model)
+        for model, below in models.items()
+        for number in range(200)
+    ]
+    for one in requests:
+        if store.wanted([one]):
+            store.add(kept(one, size=size))
+    share = min(tail.MAX_SLOW, tail.MAX_SLOW_BYTES // size) // len(models)
+    assert len(store) == share * len(models)
+    for model in models:
+        mine = sorted((one for one in requests if one.model == model), key=lambda one: -one.total_us)
+        assert all(store.get(one.request_id) for one in mine[:share])
+    held = {one.request_id for one in requests if store.get(one.request_id)}
+    for number in range(1000):
+        model = rng.choice([*models])
+        assert not store.wanted([ended(f"x{number}", rng.randrange(models[model] // 2), model=model)])
+    slow = ended("slow", models["c"], model="c")
+    assert store.wanted([slow])
+    store.add(kept(slow, size=size))
+    (gone,) = (name for name in held if store.get(name) is None)
+    assert gone.startswith("c")
+
+
 def test_models_failures_and_bytes_are_bounded() -> None:
     store = KeptTimelines[str]()
     for number in range(300):
@@ -55,9 +86,16 @@ def test_models_failures_and_bytes_are_bounded() -> None:
     assert len(store) == tail.MAX_SLOW + tail.MAX_FAILED
     assert store.get("f299") is not None
     assert store.get("f0") is None
-    store.add(kept(ended("big", 10**9), size=tail.MAX_BYTES - 50))
-    assert store.size_bytes <= tail.MAX_BYTES
+    assert store.get("r299") is not None
+    assert store.get("r0") is None, "of more models than fit, the slowest"
+    store.add(kept(ended("big", 10**9), size=tail.MAX_SLOW_BYTES - 50))
+    store.add(kept(ended("large", 1, reason="INTERNAL"), size=tail.MAX_FAILED_BYTES - 50))
+    assert store.size_bytes <= tail.MAX_SLOW_BYTES + tail.MAX_FAILED_BYTES
     assert store.get("big") is not None
+    assert store.get("large") is not None
+    store.add(kept(ended("huge", 10**9), size=tail.MAX_SLOW_BYTES + 1))
+    assert [store.get("huge"), store.get("f299")] == [None, None]
+    assert len(store) == 1
 
 
 def test_a_timeline_expires() -> None:
