@@ -1241,7 +1241,7 @@ class RecordedStep(_message.Message):
     start_unix_us: _builtins.int
     took_us: _builtins.int
     predicted_us: _builtins.int
-    """By the engine's own recent steps, from prefilled, decoded and attended tokens. 0: too few so far."""
+    """By the engine's own recent steps, from prefilled, decoded and attended tokens. 0: too few so far, or hidden."""
     prefill_tokens: _builtins.int
     kv_blocks_used: _builtins.int
     running: _builtins.int

@@ -199,8 +199,15 @@ def _own_part(host: pb.TimelineHost, request_id: str, name: str) -> pb.TimelineH
     seen.CopyFrom(host)
     without_neighbours(seen, request_id)
     seen.worker_id = name
-    for step in seen.steps:  # the load of the worker is the operators'
-        step.kv_blocks_used = step.running = step.waiting = 0
+    # Workers count the sequences and steps of all requests: the owner's begin at 1.
+    numbers = {(one.engine, one.number): place for place, one in enumerate(seen.sequences, start=1)}
+    for sequence in seen.sequences:
+        sequence.number = numbers[sequence.engine, sequence.number]
+    for place, step in enumerate(seen.steps, start=1):
+        step.number, step.prefill_tokens = place, sum(step.prefilled)
+        step.members[:] = [numbers[step.engine, number] for number in step.members]
+        # The load of the worker is the operators', and the prediction is a linear function of it.
+        step.predicted_us = step.kv_blocks_used = step.running = step.waiting = 0
     for engine in seen.engines:
         engine.kv_blocks_total = 0
     return seen

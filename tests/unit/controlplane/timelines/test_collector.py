@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
+from fairway.timelines import chrome_trace, lines_of
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import scheduler_pb2, worker_pb2
 from services.controlplane.diagnosis.store import SampleStore
@@ -60,7 +61,7 @@ def page(*, skew_us: int = 0, since_us: int = -(10**9), next_step: int = 0) -> w
     return worker_pb2.ReadStepsResponse(
         sequences=[
             worker_pb2.RecordedSequence(
-                number=1,
+                number=5,
                 engine=1,
                 request_id=OWN,
                 tenant="acme",
@@ -78,16 +79,18 @@ def page(*, skew_us: int = 0, since_us: int = -(10**9), next_step: int = 0) -> w
             worker_pb2.RecordedStep(
                 number=number,
                 engine=1,
-                start_unix_us=at_us + 10_000 * number,
+                start_unix_us=at_us + 5_000 * (number - 39),
                 took_us=12_000,
+                predicted_us=11_000,
+                prefill_tokens=64 + 480,
                 kv_blocks_used=7,
                 running=2,
                 size=2,
-                members=[2, 1],
-                prefilled=[0, 64],
+                members=[2, 5],
+                prefilled=[480, 64],
                 sampled=[1, 1],
             )
-            for number in (1, 2)
+            for number in (41, 43)
         ],
         next_step=next_step,
         since_unix_us=START_US + since_us,
@@ -260,6 +263,14 @@ async def test_a_tenant_sees_of_others_their_number_alone() -> None:
     (host,) = seen.workers
     assert [(list(step.members), step.size) for step in host.steps] == [([1], 2), ([1], 2)]
     assert [list(step.prefilled) for step in host.steps] == [[64], [64]]
+    assert [step.prefill_tokens for step in host.steps] == [64, 64], "not those of others"
+    assert not any(step.predicted_us for step in host.steps), "others' tokens are computed from it"
+    assert [step.number for step in host.steps] == [1, 2], "not how many steps others had between"
+    assert [one.number for one in host.sequences] == [1], "not how many sequences others had before"
+    assert "960 prompt tokens of others" in str(lines_of(whole))
+    assert "prompt tokens of others" not in str(lines_of(seen))
+    bars = [event["args"] for event in chrome_trace(seen)["traceEvents"] if event["name"] == "step of 2"]
+    assert [(bar["prefill_tokens"], bar["predicted_us"]) for bar in bars] == [(64, 0), (64, 0)]
     assert seen.finished == whole.finished
     assert seen.decisions[0].wait.ToMicroseconds() == 18_000
     assert "beta" in str(whole), "the answer to operators is another one"
