@@ -217,5 +217,5 @@ def _gaps(worker_id: str, request_id: str, pages: Sequence[worker_pb2.ReadStepsR
     if min(one.accepted_unix_us for one in own) < since_us:
         found.append(f"{recorded}: earlier steps are overwritten")
     if last.next_step:
-        found.append(f"worker {worker_id} has more steps of it than a timeline holds: the first are here")
+        found.append(f"worker {worker_id} has more steps of it than were read: the first are here")
     return found
