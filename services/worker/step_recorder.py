@@ -1,4 +1,4 @@
-"""Flight recorder of a worker: its last engine steps and batches, with their members, in fixed memory.
+"""Flight recorder of a worker: its last engine steps and batches, with their members, in bounded memory.
 
 Two rings in pages that the system provides as they are first written: a head of ``_HEAD`` per step, and the
 32-bit words of the members, first a handle per output token, then a pair (handle, tokens) per prefill or per
@@ -33,21 +33,18 @@ MAX_WORDS: Final = 4 * 1024 * 1024
 MAX_SEQUENCES: Final = 32 * 1024
 MAX_ENGINES: Final = 256
 MAX_MOMENTS: Final = 32  # most moments of one sequence
+SEQUENCE_BYTES: Final = 1280  # most memory of a sequence, as measured with the longest ids and all moments
 PAGE_SCANNED: Final = 1024  # most steps that one read looks at: it runs between two steps' tokens
 PAGE_MEMBERS: Final = 8192
 
 # end (monotonic), duration, prediction, first word, prefilled tokens, KV blocks, running, waiting, output
 # tokens, pairs, engine
 _HEAD: Final = struct.Struct("<dffQIIIIIHH")
+# index in _KINDS, time; packed, since an object per moment takes seven times the memory
+_MOMENT: Final = struct.Struct("<Bd")
+_KINDS: Final = ("PREEMPTED", "YIELDED", "PARKED", "RESUMED")
 _WORD: Final = (1 << 32) - 1
 Key = tuple[int, int]  # engine, handle
-
-
-class RecordedMoment(Struct, frozen=True, gc=False):
-    """See RecordedMoment in worker.proto; times are monotonic seconds here."""
-
-    kind: str
-    at_s: float
 
 
 class RecordedSequence(Struct, gc=False):
@@ -65,7 +62,7 @@ class RecordedSequence(Struct, gc=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    moments: tuple[RecordedMoment, ...] = ()
+    moments: bytes = b""  # ``_MOMENT`` of each, the oldest first
 
 
 _SEQUENCE: Final = Mirror(
@@ -122,8 +119,9 @@ class StepRecorder:
 
     @property
     def size_bytes(self) -> int:
-        """The memory of both rings once they are full; sequences take about 400 bytes each on top."""
-        return self._max_steps * _HEAD.size + 4 * self._max_words
+        """The most memory that it takes: both rings, and all sequences with all their moments."""
+        rings = self._max_steps * _HEAD.size + 4 * self._max_words
+        return rings + self._max_sequences * SEQUENCE_BYTES
 
     def engine(
         self, version_digest: str, model: str, *, rows: bool = False, kv_blocks_total: int = 0
@@ -322,8 +320,8 @@ def _message(sequence: RecordedSequence, zero_s: float) -> worker_pb2.RecordedSe
         first_token_unix_us=_unix_us(sequence.first_token_s, zero_s),
         ended_unix_us=_unix_us(sequence.ended_s, zero_s),
         moments=[
-            worker_pb2.RecordedMoment(kind=moment.kind, unix_us=_unix_us(moment.at_s, zero_s))
-            for moment in sequence.moments
+            worker_pb2.RecordedMoment(kind=_KINDS[kind], unix_us=_unix_us(at_s, zero_s))
+            for kind, at_s in _MOMENT.iter_unpack(sequence.moments)
         ],
     )
 
@@ -421,5 +419,5 @@ class EngineRecorder:
 
     def _note(self, handle: int, kind: str, now_s: float) -> None:
         entry = self._owner.sequence((self._number, handle & _WORD))
-        if entry is not None and len(entry.moments) < MAX_MOMENTS:
-            entry.moments = (*entry.moments, RecordedMoment(kind, now_s))
+        if entry is not None and len(entry.moments) < MAX_MOMENTS * _MOMENT.size:
+            entry.moments += _MOMENT.pack(_KINDS.index(kind), now_s)

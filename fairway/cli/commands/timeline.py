@@ -81,7 +81,7 @@ def add(app: typer.Typer) -> None:
     ) -> None:
         """Show a request over time: its stages, its placements, its engine steps and who shared them.
 
-        Workers hold their last steps in 23 MiB; the control plane keeps the timelines of the slowest and of
+        Workers hold their last steps in 62 MiB; the control plane keeps the timelines of the slowest and of
         failed requests for an hour. A tenant sees its own requests, without the others of their steps.
         """
         reading = connection.admin.placements.timeline(request_id)

@@ -1,6 +1,7 @@
 """The worker's flight recorder: what it returns, its bounds, and its cost."""
 
 import time
+import tracemalloc
 from random import Random
 
 import pytest
@@ -12,8 +13,10 @@ from services.worker.engine_protocol import Stepped
 from services.worker.policy.step_pace import StepPace
 from services.worker.step_recorder import (
     MAX_MOMENTS,
+    MAX_SEQUENCES,
     PAGE_MEMBERS,
     PAGE_SCANNED,
+    SEQUENCE_BYTES,
     RecordedSequence,
     StepRecorder,
 )
@@ -247,8 +250,27 @@ def test_a_sequence_that_yields_its_slot_has_that_moment(bench: Bench) -> None:
     assert sorted(kinds.values()).count(["YIELDED"]) == 1
 
 
-def test_both_rings_take_what_is_stated() -> None:
-    assert StepRecorder(HandClock()).size_bytes <= 23 * 1024 * 1024
+def test_a_full_recorder_takes_what_is_stated() -> None:
+    """An eighth of the sequences, twice over: each with the longest ids and all its moments."""
+    count, clock = MAX_SEQUENCES // 8, OldClock(100.0)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        recorder = StepRecorder(clock, max_steps=64, max_words=4096, max_sequences=count)
+        engine = recorder.engine("sha256:a", "chat")
+        for number in range(1000, 1000 + 2 * count):
+            names = f"{number:064}", number % 3, f"{number:>64}"
+            times_s = clock.now_s + 0.1, clock.now_s + 0.2, clock.now_s + 0.3
+            counts = number + 1, number + 2, number + 3
+            recorder.add_sequence(RecordedSequence(number, 1, *names, *times_s, "length", *counts))
+            engine.stepped(stepped([number], preempted=[number] * (MAX_MOMENTS + 1)))
+        found = (tracemalloc.get_traced_memory()[0] - before) / count
+    finally:
+        tracemalloc.stop()
+    recorder.check_integrity()
+    assert recorder.held_steps == 64
+    assert 0.9 * SEQUENCE_BYTES < found <= SEQUENCE_BYTES
+    assert StepRecorder(clock).size_bytes == 62 * 1024 * 1024, "docs/operations/observability.md states it"
 
 
 def cost_ns(batch: int, steps: int = 2000) -> float:
