@@ -5615,10 +5615,10 @@ class DiagnoseLatencyRequest(_message.Message):
     samples: _builtins.bool
     """The answer has the sampled requests too."""
     tenant: _builtins.str
-    """Only of this tenant."""
+    """The latencies are of this tenant's requests; the load is of all."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
-        """Default: the latest change of the last hour."""
+        """Default: the latest rise of the hour before the end; the window ends where the latency fell back."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
 from services.adapters.grpc.leader_calls import LeadingPlane
@@ -25,6 +23,7 @@ from services.controlplane.diagnosis.policy.diagnose import (
     diagnose,
 )
 from services.controlplane.diagnosis.policy.samples import Metric, samples_of
+from services.controlplane.diagnosis.policy.suspects import CauseKind
 from services.controlplane.diagnosis.store import Found, SampleStore, samples_message
 from services.core.errors import InvalidInput, NoLeader
 from services.ports.clock import Clock
@@ -36,6 +35,11 @@ LOOK_BACK_S: Final = 3600.0
 LEAST_BASELINE_S: Final = 300.0  # the baseline before a window is three times as long, and at least this
 _TIMES: Final = 3.0
 _SUSPECTS: Final = 3  # depth of the steps that name suspects
+_OF_MODEL: Final = (CauseKind.CACHE_HITS_FELL, CauseKind.BUCKETS_FRAGMENTED, CauseKind.CAPACITY_LOST)
+_OF_TENANTS: Final = (
+    CauseKind.ARRIVALS_GREW, CauseKind.PROMPTS_GREW, CauseKind.OUTPUTS_GREW, CauseKind.CACHE_HITS_FELL,
+    CauseKind.NOISY_NEIGHBOUR,
+)  # fmt: skip
 
 
 class Diagnoses:
@@ -63,21 +67,20 @@ class Diagnoses:
             return await self._leader.ask(lambda plane: plane.DiagnoseLatency, request)
         begin_s, end_s = _span(request, self._clock.unix_s())
         async with self._computing:
-            found = await self._find(request, begin_s or end_s - LOOK_BACK_S, end_s)
+            found = await self._find(begin_s or end_s - LOOK_BACK_S, end_s)
             metric = Metric(request.metric or Metric.TTFT)
             level = request.quantile or DEFAULT_QUANTILE
             chosen = ""
             if not begin_s:
-                begin_s, chosen = await in_thread(_changed, found, request, metric, level, self._samples)
-                found = await self._find(request, begin_s, end_s)
-            baseline, problem = await self._baseline(request, found)
+                begin_s, end_s, chosen = await in_thread(_changed, found, request, metric, level)
+                found = await self._find(begin_s, end_s)
+            own = [one for one in found.requests if request.tenant in ("", one.tenant)]
+            baseline, problem = await self._baseline(request, replace(found, requests=own))
             notes = [*([chosen] if chosen else []), *self._samples.notes(baseline.begin_s, end_s)]
-            baseline = _of_tenant(baseline, request.tenant)
             diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
         if problem:
-            diagnosis = replace(
-                diagnosis, verdict=DiagnosisVerdict.BASELINE_DIFFERS, message=problem, causes=(), stages=()
-            )
+            differs = DiagnosisVerdict.BASELINE_DIFFERS
+            diagnosis = replace(diagnosis, verdict=differs, message=problem, causes=(), stages=(), tree=())
         return _message(request, diagnosis, notes, baseline, found)
 
     async def save_baseline(
@@ -91,7 +94,7 @@ class Diagnoses:
         if request.name == AUTO:
             raise InvalidInput("auto is the baseline that is chosen without a name", field="name")
         begin_s, end_s = _span(request, self._clock.unix_s())
-        found = await in_thread(self._samples.find, begin_s or end_s - LOOK_BACK_S, end_s)
+        found = await self._find(begin_s or end_s - LOOK_BACK_S, end_s)
         if len(found.requests) < LEAST_SAMPLES:
             raise InvalidInput(
                 f"{len(found.requests)} sampled requests ended then; a baseline needs {LEAST_SAMPLES}",
@@ -102,8 +105,9 @@ class Diagnoses:
         span = SampledSpan(found.begin_s, found.end_s, requests, len(found.requests))
         return pb.SaveLatencyBaselineResponse(baseline=_span_message(span))
 
-    async def _find(self, request: pb.DiagnoseLatencyRequest, begin_s: float, end_s: float) -> Found:
-        return _of_tenant(await in_thread(self._samples.find, begin_s, end_s), request.tenant)
+    async def _find(self, begin_s: float, end_s: float) -> Found:
+        """Return the samples of a time. It begins no earlier than they do, for rates are per second of it."""
+        return await in_thread(self._samples.find, max(begin_s, min(self._samples.began_s, end_s)), end_s)
 
     async def _baseline(self, request: pb.DiagnoseLatencyRequest, window: Found) -> tuple[Found, str]:
         """Return what the window is compared with, and why it must not be; empty if it may."""
@@ -111,19 +115,11 @@ class Diagnoses:
             found = await self._samples.baseline(request.baseline)
             return found, _difference(request.baseline, found, window)
         lasted_s = max(LEAST_BASELINE_S, _TIMES * (window.end_s - window.begin_s))
-        begin_s = max(window.begin_s - lasted_s, min(self._samples.began_s, window.begin_s))
-        found = await in_thread(self._samples.find, begin_s, window.begin_s)
+        found = await self._find(window.begin_s - lasted_s, window.begin_s)
         if sum(request.model in ("", one.model) for one in found.requests) >= LEAST_SAMPLES:
             return found, ""
         stored = await self._samples.hours_before(window.begin_s)
         return (found, "") if stored is None else (stored, _difference("of stored hours", stored, window))
-
-
-def _of_tenant(found: Found, tenant: str) -> Found:
-    """Return the samples of a tenant alone; of all without one."""
-    if not tenant:
-        return found
-    return replace(found, requests=[one for one in found.requests if one.tenant == tenant])
 
 
 def _span(
@@ -140,20 +136,19 @@ def _span(
 
 
 def _changed(
-    found: Found, request: pb.DiagnoseLatencyRequest, metric: Metric, level: float, samples: SampleStore
-) -> tuple[float, str]:
-    """Return when the window begins, and how that was chosen."""
+    found: Found, request: pb.DiagnoseLatencyRequest, metric: Metric, level: float
+) -> tuple[float, float, str]:
+    """Return when the window begins and ends, and how that was chosen."""
     table = samples_of(found.requests, found.zones)
-    mask = np.ones(len(table), bool)
-    if request.model:
-        mask &= table.model == request.model
-    begin_s = max(found.begin_s, min(samples.began_s, found.end_s))
-    at_s = change_in(table.where(mask), metric, level, begin_s, found.end_s)
-    if at_s is not None:
-        return at_s, "the window begins at the last rise that was found in the hour before its end"
-    lasted_s = found.end_s - begin_s
+    asked = table.asked("model", request.model) & table.asked("tenant", request.tenant)
+    rise = change_in(table.where(asked), metric, level, found.begin_s, found.end_s)
+    if rise is not None:
+        until = " and ends where the latency fell back" if rise[1] < found.end_s else ""
+        return *rise, f"the window begins at the last rise that was found in the hour{until}"
+    lasted_s = found.end_s - found.begin_s
     window_s = min(lasted_s / 2, max(60.0, lasted_s / 4))
-    return found.end_s - window_s, f"no rise was found in the hour: its last {window_s:.0f} s are compared"
+    text = f"no rise was found in the hour: its last {window_s:.0f} s are compared"
+    return found.end_s - window_s, found.end_s, text
 
 
 def _difference(name: str, baseline: Found, window: Found) -> str:
@@ -175,7 +170,7 @@ def evidence_of(baseline: Found, window: Found) -> tuple[Evidence, Evidence]:
     """Return the columns of both times. The zones of workers are those known in either."""
     zones = {**baseline.zones, **window.zones}
     sides = [
-        Evidence(one.begin_s, one.end_s, samples_of(one.requests, zones), one.moments)
+        Evidence(one.begin_s, one.end_s, samples_of(one.requests, zones), one.moments, one.covered)
         for one in (baseline, window)
     ]
     return sides[0], sides[1]
@@ -184,7 +179,8 @@ def evidence_of(baseline: Found, window: Found) -> tuple[Evidence, Evidence]:
 def _diagnosed(
     request: pb.DiagnoseLatencyRequest, metric: Metric, level: float, baseline: Found, window: Found
 ) -> Diagnosis:
-    return diagnose(*evidence_of(baseline, window), model=request.model, metric=metric, level=level)
+    sides = evidence_of(baseline, window)
+    return diagnose(*sides, model=request.model, metric=metric, level=level, tenant=request.tenant)
 
 
 def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
@@ -202,11 +198,14 @@ def for_tenant(answer: pb.DiagnoseLatencyResponse, tenant: str) -> pb.DiagnoseLa
     answer.ClearField("tree")
     answer.tree.extend(tree)
     for cause in answer.causes:
-        if cause.subject not in (tenant, answer.model):
-            cause.subject, cause.next = "", "report it to the operator, with the times of the window"
-            cause.ClearField("evidence")
+        if cause.subject == tenant or (cause.subject == answer.model and cause.kind in _OF_MODEL):
+            continue
+        cause.subject = "other tenants" if cause.kind in _OF_TENANTS else ""
+        cause.next = "report it to the operator, with the times of the window"
+        cause.ClearField("evidence")
     if answer.causes:
-        answer.message = f"{answer.causes[0].kind} explains most of the rise"
+        first = answer.causes[0]
+        answer.message = f"{first.kind} of {first.subject or 'the fleet'} explains most of the rise"
     return answer
 
 

@@ -86,7 +86,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The samples of a time. ``zones``: the last known zone of each worker that ran one of them."""
+    """The samples of a time. ``zones``: the last known zone of each worker that ran one of them. ``covered``:
+    the times of samples within it; empty: all of it."""
 
     begin_s: float
     end_s: float
@@ -95,6 +96,7 @@ class Found:
     zones: Mapping[str, str] = field(default_factory=dict)
     installation: str = ""
     devices: tuple[str, ...] = ()
+    covered: Sequence[tuple[float, float]] = ()
 
 
 class SampleStore:
@@ -295,6 +297,8 @@ class SampleStore:
             {worker: zone for part in parts for worker, zone in part.zones.items()},
             parts[-1].installation,
             parts[-1].devices,
+            # An hour is covered from its first request on: this process may have started within it.
+            [(min(one.ended_unix_us / 1e6 for one in part.requests), part.end_s) for part in parts],
         )
 
     # --- inside ----------------------------------------------------------------------------------

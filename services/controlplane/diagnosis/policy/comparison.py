@@ -43,15 +43,17 @@ class SampledSpan:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The samples of a time, of all models, and what the fleet was like."""
+    """The samples of a time, of all models, and what the fleet was like. ``covered``: the times of samples
+    within it; empty: all of it."""
 
     begin_s: float
     end_s: float
     samples: RequestTable
     moments: Sequence[FleetMoment] = ()
+    covered: Sequence[tuple[float, float]] = ()
 
-    def span(self, model: str = "") -> SampledSpan:
-        mask = self.samples.model == model if model else np.ones(len(self.samples), bool)
+    def span(self, model: str = "", tenant: str = "") -> SampledSpan:
+        mask = self.samples.asked("model", model) & self.samples.asked("tenant", tenant)
         return SampledSpan(
             self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum())
         )
@@ -65,8 +67,8 @@ class Side(Evidence):
     buckets: Floats
 
     @property
-    def lasted_s(self) -> float:
-        return max(1e-9, self.end_s - self.begin_s)
+    def spans(self) -> Sequence[tuple[float, float]]:
+        return self.covered or ((self.begin_s, self.end_s),)
 
     def mean(self, values: Floats, mask: Mask) -> float:
         """Return the weighted mean of these requests, 0 for none."""
@@ -74,23 +76,30 @@ class Side(Evidence):
         return float(values[mask] @ weight / weight.sum()) if len(weight) else 0.0
 
     def rate(self, mask: Mask) -> float:
-        return float(self.samples.weight[mask].sum()) / self.lasted_s
+        lasted_s = sum(end_s - begin_s for begin_s, end_s in self.spans)
+        return float(self.samples.weight[mask].sum()) / max(1e-9, lasted_s)
 
     def means(self, values: Floats, mask: Mask) -> Floats:
         return bucket_means(values, self.samples.weight, self.buckets, mask)
 
     def rates(self, mask: Mask, bucket_s: float) -> Floats:
         """Return the arrivals per second of each whole bucket, those without one too."""
-        size = max(1, int(self.lasted_s / bucket_s))
-        places = ((self.samples.ended_s[mask] - self.begin_s) // bucket_s).astype(int)
-        inside = (places >= 0) & (places < size)
-        weights = self.samples.weight[mask][inside]
-        return np.asarray(np.bincount(places[inside], weights=weights, minlength=size) / bucket_s)
+        ended_s, weight, found = self.samples.ended_s[mask], self.samples.weight[mask], []
+        for begin_s, end_s in self.spans:
+            size = int((end_s - begin_s) / bucket_s)
+            places = ((ended_s - begin_s) // bucket_s).astype(int)
+            inside = (places >= 0) & (places < size)
+            found.append(np.bincount(places[inside], weights=weight[inside], minlength=size) / bucket_s)
+        return np.concatenate(found)
 
 
 @dataclass(frozen=True)
 class TwoTimes:
-    """A model's baseline and window, under one metric and level. ``prices`` are those of the baseline."""
+    """A model's baseline and window, under one metric and level. ``prices`` are those of the baseline.
+
+    With a ``tenant`` the latencies are those of its requests. Loads and figures are those of all requests:
+    whoever slows it may be another.
+    """
 
     model: str
     metric: Metric
@@ -99,14 +108,20 @@ class TwoTimes:
     window: Side
     prices: FittedPrices
     bucket_s: float
+    tenant: str = ""
+
+    @cached_property
+    def asked(self) -> Masks:
+        """Return the requests whose latencies are compared."""
+        return self.both(lambda side: side.samples.asked("tenant", self.tenant))
 
     @cached_property
     def before_s(self) -> float:
-        return quantile(self.baseline.parts.total, self.baseline.samples.weight, self.level)
+        return quantile(self.baseline.parts.total, self.baseline.samples.weight * self.asked[0], self.level)
 
     @cached_property
     def after_s(self) -> float:
-        return quantile(self.window.parts.total, self.window.samples.weight, self.level)
+        return quantile(self.window.parts.total, self.window.samples.weight * self.asked[1], self.level)
 
     @property
     def change_s(self) -> float:
@@ -123,7 +138,7 @@ class TwoTimes:
 
     def explained_s(self, values: Floats, weights: Floats) -> float:
         """Return by how much lower the quantile of the window is with these values and weights."""
-        return self.after_s - quantile(values, weights, self.level)
+        return self.after_s - quantile(values, weights * self.asked[1], self.level)
 
     # --- both times at once ----------------------------------------------------------------------
 
@@ -160,12 +175,15 @@ class TwoTimes:
     def tails(self) -> Columns:
         """Return the ratio of each bucket's requests that are slower than the baseline's quantile."""
         slow = self.both(lambda side: (side.parts.total > self.before_s).astype(float))
-        return self.by_bucket(slow, self.everyone)
+        return self.by_bucket(slow, self.asked)
 
     def allocated(self, table: Callable[[Side], Floats]) -> Columns:
         """Return what each column of a table contributes to the quantile."""
         return self.both(
-            lambda side: allocated(side.parts.total, side.samples.weight, self.level, table(side))
+            lambda side, asked: allocated(
+                side.parts.total, side.samples.weight * asked, self.level, table(side)
+            ),
+            self.asked,
         )
 
     def excess(self, part: SpentOn, least_s: float = 0.0) -> Floats:
@@ -182,22 +200,25 @@ class TwoTimes:
         return np.asarray(ratio * self.window.parts[part])
 
 
-def compare(model: str, metric: Metric, level: float, baseline: Evidence, window: Evidence) -> TwoTimes:
+def compare(
+    model: str, metric: Metric, level: float, baseline: Evidence, window: Evidence, tenant: str = ""
+) -> TwoTimes:
     """Return the comparison of one model."""
     bucket_s = max(LEAST_BUCKET_S, (window.end_s - window.begin_s) / BUCKETS)
-    usual = _of(baseline.samples, model, metric)
+    usual = of_model(baseline.samples, model, metric)
     prices = fit_prices(usual)
 
     def side(found: Evidence, samples: RequestTable) -> Side:
         buckets = np.floor((samples.ended_s - found.begin_s) / bucket_s)
         parts = parts_of(samples, metric, prices)
-        return Side(found.begin_s, found.end_s, samples, found.moments, parts=parts, buckets=buckets)
+        times = found.begin_s, found.end_s
+        return Side(*times, samples, found.moments, found.covered, parts=parts, buckets=buckets)
 
-    asked = _of(window.samples, model, metric)
-    sides = side(baseline, usual), side(window, asked)
-    return TwoTimes(model, metric, level, *sides, prices, bucket_s)
+    sides = side(baseline, usual), side(window, of_model(window.samples, model, metric))
+    return TwoTimes(model, metric, level, *sides, prices, bucket_s, tenant)
 
 
-def _of(samples: RequestTable, model: str, metric: Metric) -> RequestTable:
+def of_model(samples: RequestTable, model: str, metric: Metric) -> RequestTable:
+    """Return the requests of a model that have the metric."""
     found = samples.model == model
     return samples.where(found & (samples.output > 1) if metric is Metric.ITL else found)

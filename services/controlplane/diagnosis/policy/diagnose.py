@@ -13,9 +13,15 @@ from typing import Final
 
 import numpy as np
 
-from services.controlplane.diagnosis.policy.comparison import Evidence, SampledSpan, TwoTimes, compare
+from services.controlplane.diagnosis.policy.comparison import (
+    Evidence,
+    SampledSpan,
+    TwoTimes,
+    compare,
+    of_model,
+)
 from services.controlplane.diagnosis.policy.demand import DemandSuspects
-from services.controlplane.diagnosis.policy.quantiles import change_point, quantile, ratio_interval, rises
+from services.controlplane.diagnosis.policy.quantiles import change_points, quantile, ratio_interval, rises
 from services.controlplane.diagnosis.policy.samples import (
     STAGES,
     Floats,
@@ -98,13 +104,14 @@ def diagnose(
     model: str = "",
     metric: Metric = Metric.TTFT,
     level: float = 0.95,
+    tenant: str = "",
 ) -> Diagnosis:
     """Return the diagnosis of a model, or without a name of the model whose quantile rose most certainly."""
-    names = [model] if model else sorted({str(one) for one in window.samples.model if one})
-    found = [compare(name, metric, level, baseline, window) for name in names]
+    names = [model] if model else _models(window.samples.where(window.samples.asked("tenant", tenant)))
+    found = [compare(name, metric, level, baseline, window, tenant) for name in names]
     changes = [(_change(one), one) for one in found if _is_enough(one)]
     if not changes:
-        return _too_little(baseline, window, model, metric, level)
+        return _too_little(model, metric, level, window.span(model, tenant), baseline.span(model, tenant))
     changed = [each for each in changes if each[0].certain]
     change, one = max(changed or changes, key=lambda each: each[0].low)
     measured = _measured(one, baseline, window)
@@ -115,10 +122,13 @@ def diagnose(
 
 def _is_enough(one: TwoTimes) -> bool:
     return all(
-        one.both(
-            lambda side: len(side.samples) >= LEAST_SAMPLES and len(np.unique(side.buckets)) >= LEAST_TIMES
-        )
+        mask.sum() >= LEAST_SAMPLES and len(np.unique(side.buckets[mask])) >= LEAST_TIMES
+        for side, mask in zip((one.baseline, one.window), one.asked, strict=True)
     )
+
+
+def _models(samples: RequestTable) -> list[str]:
+    return sorted({str(one) for one in samples.model if one})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +142,9 @@ class _Change:
 
 
 def _change(one: TwoTimes) -> _Change:
-    sides = one.both(lambda side: (side.parts.total, side.samples.weight, side.buckets))
+    sides = one.both(
+        lambda side, mask: (side.parts.total[mask], side.samples.weight[mask], side.buckets[mask]), one.asked
+    )
     low, high = ratio_interval(*sides, one.level)
     chance = rises(*one.tails)
     certain = (
@@ -144,8 +156,7 @@ def _change(one: TwoTimes) -> _Change:
     return _Change(low, high, chance, certain)
 
 
-def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric, level: float) -> Diagnosis:
-    spans = window.span(model), baseline.span(model)
+def _too_little(model: str, metric: Metric, level: float, *spans: SampledSpan) -> Diagnosis:
     of = f" of {model}" if model else ""
     which, span = ("window", spans[0]) if spans[0].samples < LEAST_SAMPLES else ("baseline", spans[1])
     text = (
@@ -153,7 +164,7 @@ def _too_little(baseline: Evidence, window: Evidence, model: str, metric: Metric
         f"{LEAST_SAMPLES}, spread over {LEAST_TIMES} moments in each time. "
         "Widen it with --from, --to or --since"
     )
-    return Diagnosis(DiagnosisVerdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, *spans)
+    return Diagnosis(DiagnosisVerdict.NOT_ENOUGH_TRAFFIC, text, model, metric, level, spans[0], spans[1])
 
 
 def _head(one: TwoTimes, change: _Change) -> str:
@@ -187,8 +198,8 @@ def _measured(one: TwoTimes, baseline: Evidence, window: Evidence) -> Diagnosis:
         one.model,
         one.metric,
         one.level,
-        window.span(one.model),
-        baseline.span(one.model),
+        window.span(one.model, one.tenant),
+        baseline.span(one.model, one.tenant),
         one.before_s,
         one.after_s,
         _stages(one),
@@ -340,29 +351,30 @@ _NEXT: Final = {
 
 def change_in(
     samples: RequestTable, metric: Metric, level: float, begin_s: float, end_s: float
-) -> float | None:
-    """Return when the latency changed last within a time, None if it did not.
+) -> tuple[float, float] | None:
+    """Return the last rise of a model's latency within a time, until it fell back; None without one."""
+    models = _models(samples)
+    limit = FAMILY_CHANCE / max(1, len(models))
+    rises = [_rise_in(of_model(samples, one, metric), metric, level, begin_s, end_s, limit) for one in models]
+    return max((one for one in rises if one), default=None)
 
-    The quantiles of 60 buckets are split at their ``change_point``, and those after it again.
-    """
+
+def _rise_in(
+    samples: RequestTable, metric: Metric, level: float, begin_s: float, end_s: float, limit: float
+) -> tuple[float, float] | None:
     bucket_s = max(2.0, (end_s - begin_s) / 60)
     values = samples.metric(metric)
     numbers = np.floor((samples.ended_s - begin_s) / bucket_s)
-    places, series = [], []
+    times, series = list[float](), list[float]()
     for number in np.unique(numbers):
         mask = numbers == number
         if mask.sum() >= 5:
-            places.append(number)
+            times.append(begin_s + float(number) * bucket_s)
             series.append(quantile(values[mask], samples.weight[mask], level))
-    found, first, table = None, 0, np.array(series)
-    while True:
-        at, chance = change_point(table[first:])
-        after, before = table[first + at :], table[first : first + at]
-        if (
-            chance > FAMILY_CHANCE
-            or not len(before)
-            or float(np.median(after)) < LEAST_RATIO * float(np.median(before))
-        ):
-            return found
-        first += at
-        found = begin_s + float(places[first]) * bucket_s
+    found, usual_s = None, 0.0
+    for place, before_s, after_s in change_points(np.array(series), limit):
+        if after_s >= max(LEAST_RATIO * before_s, before_s + LEAST_RISE_S[metric]):
+            found, usual_s = (times[place], end_s), before_s
+        elif found and found[1] == end_s and after_s < LEAST_RATIO * usual_s:
+            found = found[0], times[place]
+    return found

@@ -121,3 +121,25 @@ def change_point(series: Floats) -> tuple[int, float]:
     place = int(np.argmax(np.abs(sums)))
     most = abs(float(sums[place]))
     return place + 1, min(1.0, 2 * float(np.exp(-6 * most**2 / (size**3 + size**2))))
+
+
+def change_points(series: Floats, most_chance: float) -> list[tuple[int, float, float]]:
+    """Return where a series changes beyond chance, in order, with the medians before and after each.
+
+    A change that another one hides is searched in halves and thirds (Kovács et al., Seeded Binary
+    Segmentation, 2020).
+    """
+    size = len(series)
+    for width in (size, size // 2, size // 3):
+        for begin in range(0, size - width + 1, max(1, width // 2)):
+            part = series[begin : begin + width]
+            at, chance = change_point(part)
+            if chance <= most_chance:
+                place = begin + at
+                later = change_points(series[place:], most_chance)
+                return [
+                    *change_points(series[:place], most_chance),
+                    (place, float(np.median(part[:at])), float(np.median(part[at:]))),
+                    *((place + more, before, after) for more, before, after in later),
+                ]
+    return []

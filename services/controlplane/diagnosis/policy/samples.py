@@ -99,6 +99,10 @@ class RequestTable:
     def where(self, mask: Mask) -> RequestTable:
         return replace(self, **{each.name: getattr(self, each.name)[mask] for each in fields(self)})
 
+    def asked(self, name: str, value: str) -> Mask:
+        """Return which requests have this value in a column; all without one."""
+        return np.asarray(getattr(self, name) == value) if value else np.ones(len(self), bool)
+
     def metric(self, metric: Metric) -> Floats:
         """Return the latency of each request; of one without a second token, an ITL of 0."""
         return np.asarray(self.stage_parts(metric).sum(axis=1))

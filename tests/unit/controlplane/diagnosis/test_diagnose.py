@@ -96,9 +96,9 @@ def window_of(world: str, seed: int) -> tuple[FinishedRequest, ...]:
     return tuple(drawn(found, WINDOW_S[0], 30.0, seed + 7777))
 
 
-def diagnosed(world: str, seed: int, metric: Metric) -> Diagnosis:
+def diagnosed(world: str, seed: int, metric: Metric, tenant: str = "") -> Diagnosis:
     baseline = evidence(usual(seed), BASELINE_S)
-    return diagnose(baseline, evidence(window_of(world, seed), WINDOW_S), metric=metric)
+    return diagnose(baseline, evidence(window_of(world, seed), WINDOW_S), metric=metric, tenant=tenant)
 
 
 @pytest.mark.parametrize("name", CAUSES)
@@ -115,9 +115,10 @@ def test_a_planted_cause_is_named_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("tenant", ["", "ann"])
 @pytest.mark.parametrize("name", QUIET)
-def test_a_quiet_window_accuses_nobody(name: str, seed: int) -> None:
-    found = diagnosed(name, seed, QUIET[name][0])
+def test_a_quiet_window_accuses_nobody(name: str, tenant: str, seed: int) -> None:
+    found = diagnosed(name, seed, QUIET[name][0], tenant)
     assert found.causes == ()
     assert found.verdict is DiagnosisVerdict.NO_CAUSE_FOUND
 
@@ -297,9 +298,68 @@ def _joined(*parts: Sequence[FinishedRequest]) -> RequestTable:
 def test_a_window_begins_where_the_latency_rose() -> None:
     before = drawn(USUAL, 1000.0, 60.0, 1)
     bad = drawn(replace(USUAL, admit_s=0.05), 1060.0, 30.0, 2)
-    at_s = change_in(_joined(before, bad), Metric.TTFT, 0.95, 1000.0, 1090.0)
-    assert at_s == pytest.approx(1060.0, abs=4.0)
+    found = change_in(_joined(before, bad), Metric.TTFT, 0.95, 1000.0, 1090.0)
+    assert found == pytest.approx((1060.0, 1090.0), abs=4.0)
     assert change_in(_joined(before), Metric.TTFT, 0.95, 1000.0, 1060.0) is None
     # A fall is no rise.
     good = drawn(USUAL, 1090.0, 60.0, 3)
     assert change_in(_joined(bad, good), Metric.TTFT, 0.95, 1060.0, 1150.0) is None
+
+
+def _of_model(requests: Sequence[FinishedRequest], model: str, times: float) -> list[FinishedRequest]:
+    """Return requests whose stages take so many times as long."""
+
+    def one(request: FinishedRequest) -> FinishedRequest:
+        stages = [round(times * each) for each in structs.astuple(request.clock)[1:]]
+        late_us = request.ended_unix_us - request.clock.received_unix_us - sum(stages)
+        return structs.replace(
+            request, model=model, clock=StageClock(request.clock.received_unix_us + late_us, *stages)
+        )
+
+    return [one(request) for request in requests]
+
+
+@pytest.mark.parametrize("times", [1.0, 0.5])
+def test_a_rise_is_found_though_a_fall_follows(times: float) -> None:
+    """The window ends with it: what is usual again would hide what rose."""
+    parts = (
+        drawn(USUAL, 1000.0, 40.0, 1),
+        drawn(replace(USUAL, admit_s=0.05), 1040.0, 40.0, 2),
+        _of_model(drawn(USUAL, 1080.0, 40.0, 3), "chat", times),
+    )
+    found = change_in(_joined(*parts), Metric.TTFT, 0.95, 1000.0, 1120.0)
+    assert found == pytest.approx((1040.0, 1080.0), abs=4.0)
+
+
+def test_a_rise_below_the_quantile_of_a_slower_model_is_found() -> None:
+    before, after = drawn(USUAL, 1000.0, 60.0, 1), drawn(USUAL, 1060.0, 30.0, 2)
+    slow = _of_model(drawn(USUAL, 1000.0, 90.0, 3), "slow", 9.0)
+    mixed = _joined(before, _of_model(after, "chat", 2.0), slow)
+    assert change_in(mixed, Metric.TTFT, 0.95, 1000.0, 1090.0) == pytest.approx((1060.0, 1090.0), abs=4.0)
+
+
+def test_requests_of_one_token_do_not_hide_a_rise_of_itl() -> None:
+    before, after = drawn(USUAL, 1000.0, 60.0, 1), drawn(USUAL, 1060.0, 30.0, 2)
+    rows = [
+        structs.replace(one, usage=Usage(9, 1))
+        for seed in range(8)
+        for one in drawn(USUAL, 1000.0, 90.0, 3 + seed)
+    ]
+    mixed = _joined(before, _of_model(after, "chat", 2.0), rows)
+    assert change_in(mixed, Metric.ITL, 0.5, 1000.0, 1090.0) == pytest.approx((1060.0, 1090.0), abs=4.0)
+
+
+def test_a_rate_is_per_second_of_what_samples_cover() -> None:
+    """Two parts of a baseline, a day apart, with traffic as in the window."""
+    day_s = 86400.0
+    parts = drawn(USUAL, 1000.0, 40.0, 1), drawn(USUAL, 1000.0 + day_s, 40.0, 2)
+    spans = (1000.0, 1040.0), (1000.0 + day_s, 1040.0 + day_s)
+    baseline = Evidence(1000.0, 1040.0 + day_s, _joined(*parts), covered=spans)
+    window = evidence(drawn(USUAL, 2000.0 + day_s, 30.0, 3), (2000.0 + day_s, 2030.0 + day_s))
+    found = compare("chat", Metric.TTFT, 0.95, baseline, window)
+    rates = found.both(lambda side, mask: side.rate(mask), found.everyone)
+    assert rates[0] == pytest.approx(rates[1], rel=0.15)
+    buckets = found.rates(found.everyone)
+    assert len(buckets[0]) == 2 * 16
+    assert buckets[0].mean() == pytest.approx(rates[0], rel=0.05)
+    assert rises(*buckets) > 0.01

@@ -15,12 +15,14 @@ from services.core.errors import InvalidInput, NoLeader, NotFound
 from services.core.records import Worker
 from services.rpc.convert.inference import timestamp
 from tests.support.clocks import HandClock
-from tests.support.drawn_windows import World, drawn
+from tests.support.drawn_windows import Habits, World, drawn
 from tests.support.memory_ledger import MemoryLedger
 from tests.support.no_plane import NoPlane
 
 T0 = 1_700_000_000.0
 SLOW_STORE = replace(World(), admit_s=0.05)
+TWO_TENANTS = World({"ann": Habits(6.0), "bob": Habits(6.0)})
+FLOOD = World({"ann": Habits(8.4), "bob": Habits(60.0)})
 
 
 class Plane:
@@ -91,11 +93,42 @@ async def test_no_traffic_is_said(plane: Plane) -> None:
         assert (found.verdict, named(found)) == ("NOT_ENOUGH_TRAFFIC", [])
 
 
-async def test_a_tenant_sees_its_own_requests_alone(plane: Plane) -> None:
+async def test_the_latencies_of_a_tenant_are_its_own(plane: Plane) -> None:
     found = await plane.ask(start_time=timestamp(T0 + 60), tenant="ann", samples=True)
-    samples = [*found.window_samples.requests, *found.baseline_samples.requests]
-    assert {one.tenant for one in samples} == {"ann"}
-    assert found.window.samples < 120
+    for span, samples in (
+        (found.window, found.window_samples),
+        (found.baseline, found.baseline_samples),
+    ):
+        assert span.samples == sum(one.tenant == "ann" for one in samples.requests) < len(samples.requests)
+    alone = Plane()
+    mine = [one for one in plane.samples.find(T0, T0 + 100).requests if one.tenant == "ann"]
+    alone.samples.add("one", [SliReport(alone.clock.now_s, {}, {}, sampled=mine)], lost=0)
+    expected = await alone.ask(start_time=timestamp(T0 + 60))
+    assert found.quantiles == expected.quantiles
+    shares = [[one.share for one in each.stages] for each in (found, expected)]
+    assert shares[0] == pytest.approx(shares[1])
+    assert named(found) == [("quota_store_slow", "redis")]
+
+
+@pytest.mark.parametrize("start", ["given", "found"])
+async def test_a_tenant_is_not_accused_of_the_flood_of_another(start: str) -> None:
+    plane = Plane().fill((TWO_TENANTS, 0.0, 60.0), (FLOOD, 60.0, 38.0))
+    fields = {"start_time": timestamp(T0 + 60)} if start == "given" else {}
+    found = await plane.ask(tenant="ann", **fields)
+    assert named(found) == [("arrivals_grew", "bob")]
+    shown = for_tenant(found, "ann")
+    assert "bob" not in str(shown)
+    assert named(shown) == [("arrivals_grew", "other tenants")]
+    assert shown.message == "arrivals_grew of other tenants explains most of the rise"
+
+
+def test_a_tenant_named_like_the_model_is_hidden_too() -> None:
+    answer = pb.DiagnoseLatencyResponse(model="chat")
+    for kind in ("arrivals_grew", "capacity_lost"):
+        answer.causes.add(kind=kind, subject="chat", evidence=["2 replicas"], next="update chat")
+    found = for_tenant(answer, "ann")
+    assert named(found) == [("arrivals_grew", "other tenants"), ("capacity_lost", "chat")]
+    assert [list(one.evidence) for one in found.causes] == [[], ["2 replicas"]]
 
 
 def test_a_tenant_reads_no_names_of_the_fleet() -> None:
@@ -145,6 +178,39 @@ async def test_a_baseline_of_another_fleet_accuses_nobody(other: dict[str, str],
     found = await later.ask(start_time=timestamp(T0 + 60), baseline="calm")
     assert (found.verdict, named(found)) == ("BASELINE_DIFFERS", [])
     assert why in found.message
+    assert (list(found.tree), list(found.stages)) == ([], [])
+
+
+async def test_a_baseline_lasts_as_long_as_its_samples() -> None:
+    """A process that started a moment ago has no hour of samples: traffic as usual is no growth."""
+    plane = Plane().fill((World(), 0.0, 60.0))
+    plane.clock.now_s = T0 + 61
+    span = await plane.diagnoses.save_baseline(
+        pb.SaveLatencyBaselineRequest(name="calm", start_time=timestamp(T0 - 500)), forwarded=True
+    )
+    assert getattr(span.baseline, "from").ToSeconds() == T0
+    later = Plane(plane.ledger).fill((SLOW_STORE, 60.0, 38.0))
+    found = await later.ask(start_time=timestamp(T0 + 60), baseline="calm")
+    assert named(found) == [("quota_store_slow", "redis")]
+    assert "arrivals_grew" not in str(found.tree)
+
+
+async def test_stored_hours_are_compared_by_the_time_that_they_cover() -> None:
+    """The same hour of three days does not last two days; processes started late in each."""
+    ledger = MemoryLedger()
+    for day in (3, 2, 1):
+        plane = Plane(ledger)
+        end_s = (T0 // 3600 + 1) * 3600 - day * 86400
+        plane.clock.now_s = end_s + 61
+        found = drawn(World(), end_s - 60, 60.0, day)
+        plane.samples.add("one", [SliReport(plane.clock.now_s, {}, {}, sampled=found)], lost=0)
+        await plane.samples.store()
+    later = Plane(ledger).fill((SLOW_STORE, 60.0, 38.0))
+    answer = await later.ask(start_time=timestamp(T0 + 60))
+    assert answer.baseline.to.ToSeconds() - getattr(answer.baseline, "from").ToSeconds() > 172_000
+    assert named(answer) == [("quota_store_slow", "redis")]
+    # One tenant of six sends so little that it varies by the least growth.
+    assert sum("arrivals_grew" in step.text for step in answer.tree) <= 1
 
 
 async def test_a_baseline_of_other_models_is_refused() -> None:
