@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 import grpc
+from google.protobuf.message import Message
 
 from fairway.mirror import Mirror, Pair
 from fairway.v1 import controlplane_pb2 as pb
@@ -116,7 +118,81 @@ class DiagnosedLatencies(Protocol):
     ) -> pb.SaveLatencyBaselineResponse: ...
 
 
-class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
+def _methods(
+    kind: str,
+    plural: str,
+    message: Callable[[Any], Message],
+    from_proto: Callable[[Any], Any] | None = None,
+    *,
+    acts: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the methods of a kind of resource by name, without what a class defines itself.
+
+    The service has what decides on it under ``plural``. With ``from_proto`` it is written as a whole.
+    ``acts`` are the verbs that take no more than its name, its etag and, where the request has one, a reason.
+    """
+    field, items = kind.lower(), plural.lower()
+    of = attrgetter(f"service.{items}")
+
+    def answer(verb: str, found: Any) -> Any:
+        return getattr(pb, f"{verb}{kind}Response")(**{field: message(found)})
+
+    async def get(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+        return answer("Get", await of(self).get(request.name))
+
+    async def page(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+        found, token = await of(self).page(size=request.page_size, token=request.page_token)
+        messages = {items: map(message, found), "next_page_token": token}
+        return getattr(pb, f"List{plural}Response")(**messages)
+
+    async def delete(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+        await of(self).delete(request.name, etag=request.etag, request_id=request.request_id)
+        return getattr(pb, f"Delete{kind}Response")()
+
+    def act(verb: str) -> Any:
+        has_reason = "reason" in getattr(pb, f"{verb}{kind}Request").DESCRIPTOR.fields_by_name
+
+        async def acted(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+            reason = {"reason": request.reason} if has_reason else {}
+            run = getattr(of(self), verb.lower())
+            guards = {"etag": request.etag, "request_id": request.request_id}
+            return answer(verb, await run(request.name, **guards, **reason))
+
+        return acted
+
+    found = {f"Get{kind}": get, f"List{plural}": page, f"Delete{kind}": delete}
+    found |= {f"{verb}{kind}": act(verb) for verb in acts}
+    if from_proto is None:
+        return found
+    written = from_proto
+
+    async def create(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+        view = await of(self).create(written(getattr(request, field)), request_id=request.request_id)
+        return answer("Create", view)
+
+    async def update(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
+        given = getattr(request, field)
+        etag, request_id = given.metadata.etag, request.request_id
+        view = await of(self).update(written(given), etag=etag, request_id=request_id)
+        return answer("Update", view)
+
+    return found | {f"Create{kind}": create, f"Update{kind}": update}
+
+
+_RESOURCES: Final = (
+    _methods("Deployment", "Deployments", deployment_message, convert.deployment_from_proto)
+    | _methods("Budget", "Budgets", budget_message, convert.budget_from_proto)
+    | _methods("Alias", "Aliases", alias_message, convert.ALIAS.from_proto)
+    | _methods("Objective", "Objectives", objective_message)
+    | _methods("Node", "Nodes", node_message, acts=("Cordon", "Uncordon"))
+    | _methods("Rollout", "Rollouts", rollout_to_proto, acts=("Pause", "Resume", "Abort", "Revert"))
+)
+
+
+_Base: Any = controlplane_pb2_grpc.ControlPlaneServiceServicer
+
+
+class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are those below and _RESOURCES
     def __init__(
         self,
         service: ControlPlaneService,
@@ -135,7 +211,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
 
         ``require_current`` raises once the caller's key is no longer valid; the watch then ends.
         """
-        self._service = service
+        self.service = service
         self._store = store
         self._scheduler = scheduler
         self._usage = usage
@@ -153,16 +229,16 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.CreateTenantRequest, context: Context
     ) -> pb.CreateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self._service.accounts.create_tenant(tenant, request_id=request.request_id)
+        stored = await self.service.accounts.create_tenant(tenant, request_id=request.request_id)
         return pb.CreateTenantResponse(tenant=tenant_message(stored))
 
     async def GetTenant(self, request: pb.GetTenantRequest, context: Context) -> pb.GetTenantResponse:
-        stored = await self._service.accounts.get_tenant(request.name)
-        ring = await self._service.accounts.tenant_keyring(request.name)
+        stored = await self.service.accounts.get_tenant(request.name)
+        ring = await self.service.accounts.tenant_keyring(request.name)
         return pb.GetTenantResponse(tenant=tenant_message(stored, ring))
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> pb.ListTenantsResponse:
-        page, token = await self._service.accounts.list_tenants(
+        page, token = await self.service.accounts.list_tenants(
             size=request.page_size, token=request.page_token
         )
         return pb.ListTenantsResponse(
@@ -173,7 +249,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.UpdateTenantRequest, context: Context
     ) -> pb.UpdateTenantResponse:
         tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self._service.accounts.update_tenant(
+        stored = await self.service.accounts.update_tenant(
             tenant, etag=request.tenant.metadata.etag, request_id=request.request_id
         )
         return pb.UpdateTenantResponse(tenant=tenant_message(stored))
@@ -181,13 +257,13 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def DeleteTenant(
         self, request: pb.DeleteTenantRequest, context: Context
     ) -> pb.DeleteTenantResponse:
-        await self._service.accounts.delete_tenant(
+        await self.service.accounts.delete_tenant(
             request.name, etag=request.etag, request_id=request.request_id
         )
         return pb.DeleteTenantResponse()
 
     async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseTenantResponse:
-        stored = await self._service.accounts.erase_tenant(
+        stored = await self.service.accounts.erase_tenant(
             request.name, etag=request.etag, request_id=request.request_id
         )
         return pb.EraseTenantResponse(tenant=tenant_message(stored))
@@ -195,23 +271,23 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def RotateTenantKey(
         self, request: pb.RotateTenantKeyRequest, context: Context
     ) -> pb.RotateTenantKeyResponse:
-        await self._service.accounts.rotate_tenant_key(request.name, request_id=request.request_id)
+        await self.service.accounts.rotate_tenant_key(request.name, request_id=request.request_id)
         return pb.RotateTenantKeyResponse()
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         key = convert.key_from_proto(request.key)
-        stored, text = await self._service.accounts.create_key(key, request_id=request.request_id)
+        stored, text = await self.service.accounts.create_key(key, request_id=request.request_id)
         return pb.CreateKeyResponse(key=key_message(stored), secret=text)
 
     async def GetKey(self, request: pb.GetKeyRequest, context: Context) -> pb.GetKeyResponse:
-        return pb.GetKeyResponse(key=key_message(await self._service.accounts.get_key(request.name)))
+        return pb.GetKeyResponse(key=key_message(await self.service.accounts.get_key(request.name)))
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
-        page, token = await self._service.accounts.list_keys(size=request.page_size, token=request.page_token)
+        page, token = await self.service.accounts.list_keys(size=request.page_size, token=request.page_token)
         return pb.ListKeysResponse(keys=[key_message(stored) for stored in page], next_page_token=token)
 
     async def UpdateKey(self, request: pb.UpdateKeyRequest, context: Context) -> pb.UpdateKeyResponse:
-        stored = await self._service.accounts.update_key(
+        stored = await self.service.accounts.update_key(
             convert.key_from_proto(request.key),
             etag=request.key.metadata.etag,
             request_id=request.request_id,
@@ -219,52 +295,20 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         return pb.UpdateKeyResponse(key=key_message(stored))
 
     async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Context) -> pb.DeleteKeyResponse:
-        await self._service.accounts.delete_key(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
+        await self.service.accounts.delete_key(request.name, etag=request.etag, request_id=request.request_id)
         return pb.DeleteKeyResponse()
 
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
         grace_s = seconds_of(request.grace)
-        stored, text = await self._service.accounts.rotate_key(
+        stored, text = await self.service.accounts.rotate_key(
             request.name, grace_s=grace_s, etag=request.etag, request_id=request.request_id
         )
         return pb.RotateKeyResponse(key=key_message(stored), secret=text)
 
-    async def CreateDeployment(
-        self, request: pb.CreateDeploymentRequest, context: Context
-    ) -> pb.CreateDeploymentResponse:
-        deployment = convert.deployment_from_proto(request.deployment)
-        view = await self._service.deployments.create(deployment, request_id=request.request_id)
-        return pb.CreateDeploymentResponse(deployment=deployment_message(view))
-
-    async def GetDeployment(
-        self, request: pb.GetDeploymentRequest, context: Context
-    ) -> pb.GetDeploymentResponse:
-        view = await self._service.deployments.get(request.name)
-        return pb.GetDeploymentResponse(deployment=deployment_message(view))
-
-    async def ListDeployments(
-        self, request: pb.ListDeploymentsRequest, context: Context
-    ) -> pb.ListDeploymentsResponse:
-        page, token = await self._service.deployments.page(size=request.page_size, token=request.page_token)
-        return pb.ListDeploymentsResponse(
-            deployments=[deployment_message(view) for view in page], next_page_token=token
-        )
-
-    async def UpdateDeployment(
-        self, request: pb.UpdateDeploymentRequest, context: Context
-    ) -> pb.UpdateDeploymentResponse:
-        deployment = convert.deployment_from_proto(request.deployment)
-        view = await self._service.deployments.update(
-            deployment, etag=request.deployment.metadata.etag, request_id=request.request_id
-        )
-        return pb.UpdateDeploymentResponse(deployment=deployment_message(view))
-
     async def ListDeploymentRevisions(
         self, request: pb.ListDeploymentRevisionsRequest, context: Context
     ) -> pb.ListDeploymentRevisionsResponse:
-        found = await self._service.deployments.history(request.name)
+        found = await self.service.deployments.history(request.name)
         page, token = page_of(
             found, lambda one: one[0], size=request.page_size, token=request.page_token, descending=True
         )
@@ -281,68 +325,19 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             next_page_token=token,
         )
 
-    async def DeleteDeployment(
-        self, request: pb.DeleteDeploymentRequest, context: Context
-    ) -> pb.DeleteDeploymentResponse:
-        await self._service.deployments.delete(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteDeploymentResponse()
-
-    async def CreateBudget(
-        self, request: pb.CreateBudgetRequest, context: Context
-    ) -> pb.CreateBudgetResponse:
-        budget = convert.budget_from_proto(request.budget)
-        view = await self._service.budgets.create(budget, request_id=request.request_id)
-        return pb.CreateBudgetResponse(budget=budget_message(view))
-
-    async def GetBudget(self, request: pb.GetBudgetRequest, context: Context) -> pb.GetBudgetResponse:
-        return pb.GetBudgetResponse(budget=budget_message(await self._service.budgets.get(request.name)))
-
-    async def ListBudgets(self, request: pb.ListBudgetsRequest, context: Context) -> pb.ListBudgetsResponse:
-        page, token = await self._service.budgets.page(size=request.page_size, token=request.page_token)
-        return pb.ListBudgetsResponse(budgets=[budget_message(view) for view in page], next_page_token=token)
-
-    async def UpdateBudget(
-        self, request: pb.UpdateBudgetRequest, context: Context
-    ) -> pb.UpdateBudgetResponse:
-        view = await self._service.budgets.update(
-            convert.budget_from_proto(request.budget),
-            etag=request.budget.metadata.etag,
-            request_id=request.request_id,
-        )
-        return pb.UpdateBudgetResponse(budget=budget_message(view))
-
-    async def DeleteBudget(
-        self, request: pb.DeleteBudgetRequest, context: Context
-    ) -> pb.DeleteBudgetResponse:
-        await self._service.budgets.delete(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteBudgetResponse()
-
     async def CreateObjective(
         self, request: pb.CreateObjectiveRequest, context: Context
     ) -> pb.CreateObjectiveResponse:
         objective = convert.objective_from_proto(request.objective)
-        view = await self._service.objectives.create(objective, request_id=request.request_id)
+        view = await self.service.objectives.create(objective, request_id=request.request_id)
         warnings = await warnings_of(objective, self._slis)
         return pb.CreateObjectiveResponse(objective=objective_message(view, warnings))
-
-    async def GetObjective(
-        self, request: pb.GetObjectiveRequest, context: Context
-    ) -> pb.GetObjectiveResponse:
-        return pb.GetObjectiveResponse(
-            objective=objective_message(await self._service.objectives.get(request.name))
-        )
-
-    async def ListObjectives(
-        self, request: pb.ListObjectivesRequest, context: Context
-    ) -> pb.ListObjectivesResponse:
-        page, token = await self._service.objectives.page(size=request.page_size, token=request.page_token)
-        return pb.ListObjectivesResponse(objectives=map(objective_message, page), next_page_token=token)
 
     async def UpdateObjective(
         self, request: pb.UpdateObjectiveRequest, context: Context
     ) -> pb.UpdateObjectiveResponse:
         objective = convert.objective_from_proto(request.objective)
-        view = await self._service.objectives.update(
+        view = await self.service.objectives.update(
             objective,
             etag=request.objective.metadata.etag,
             request_id=request.request_id,
@@ -350,60 +345,8 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         warnings = await warnings_of(objective, self._slis)
         return pb.UpdateObjectiveResponse(objective=objective_message(view, warnings))
 
-    async def DeleteObjective(
-        self, request: pb.DeleteObjectiveRequest, context: Context
-    ) -> pb.DeleteObjectiveResponse:
-        await self._service.objectives.delete(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteObjectiveResponse()
-
-    async def CreateAlias(self, request: pb.CreateAliasRequest, context: Context) -> pb.CreateAliasResponse:
-        stored = await self._service.aliases.create(
-            convert.ALIAS.from_proto(request.alias), request_id=request.request_id
-        )
-        return pb.CreateAliasResponse(alias=alias_message(stored))
-
-    async def GetAlias(self, request: pb.GetAliasRequest, context: Context) -> pb.GetAliasResponse:
-        return pb.GetAliasResponse(alias=alias_message(await self._service.aliases.get(request.name)))
-
-    async def ListAliases(self, request: pb.ListAliasesRequest, context: Context) -> pb.ListAliasesResponse:
-        page, token = await self._service.aliases.page(size=request.page_size, token=request.page_token)
-        return pb.ListAliasesResponse(aliases=map(alias_message, page), next_page_token=token)
-
-    async def UpdateAlias(self, request: pb.UpdateAliasRequest, context: Context) -> pb.UpdateAliasResponse:
-        stored = await self._service.aliases.update(
-            convert.ALIAS.from_proto(request.alias),
-            etag=request.alias.metadata.etag,
-            request_id=request.request_id,
-        )
-        return pb.UpdateAliasResponse(alias=alias_message(stored))
-
-    async def DeleteAlias(self, request: pb.DeleteAliasRequest, context: Context) -> pb.DeleteAliasResponse:
-        await self._service.aliases.delete(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteAliasResponse()
-
-    async def GetNode(self, request: pb.GetNodeRequest, context: Context) -> pb.GetNodeResponse:
-        return pb.GetNodeResponse(node=node_message(await self._service.nodes.get(request.name)))
-
-    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesResponse:
-        page, token = await self._service.nodes.page(size=request.page_size, token=request.page_token)
-        return pb.ListNodesResponse(nodes=[node_message(view) for view in page], next_page_token=token)
-
-    async def CordonNode(self, request: pb.CordonNodeRequest, context: Context) -> pb.CordonNodeResponse:
-        view = await self._service.nodes.cordon(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.CordonNodeResponse(node=node_message(view))
-
-    async def UncordonNode(
-        self, request: pb.UncordonNodeRequest, context: Context
-    ) -> pb.UncordonNodeResponse:
-        view = await self._service.nodes.uncordon(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.UncordonNodeResponse(node=node_message(view))
-
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
-        view = await self._service.nodes.drain(
+        view = await self.service.nodes.drain(
             request.name,
             ends_in_s=seconds_of(request.ends_in),
             etag=request.etag,
@@ -412,30 +355,23 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         return pb.DrainNodeResponse(node=node_message(view))
 
     async def AssignNode(self, request: pb.AssignNodeRequest, context: Context) -> pb.AssignNodeResponse:
-        view = await self._service.nodes.assign(
+        view = await self.service.nodes.assign(
             request.name, request.tenant, etag=request.etag, request_id=request.request_id
         )
         return pb.AssignNodeResponse(node=node_message(view))
 
-    async def DeleteNode(self, request: pb.DeleteNodeRequest, context: Context) -> pb.DeleteNodeResponse:
-        await self._service.nodes.delete(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteNodeResponse()
-
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: Context
     ) -> pb.CreateRolloutResponse:
-        view = await self._service.rollouts.create(
+        view = await self.service.rollouts.create(
             rollout_from_proto(request.rollout), request_id=request.request_id, dry_run=request.dry_run
         )
         return pb.CreateRolloutResponse(rollout=rollout_to_proto(view))
 
-    async def GetRollout(self, request: pb.GetRolloutRequest, context: Context) -> pb.GetRolloutResponse:
-        return pb.GetRolloutResponse(rollout=rollout_to_proto(await self._service.rollouts.get(request.name)))
-
     async def ListRollouts(
         self, request: pb.ListRolloutsRequest, context: Context
     ) -> pb.ListRolloutsResponse:
-        page, token = await self._service.rollouts.page(size=request.page_size, token=request.page_token)
+        page, token = await self.service.rollouts.page(size=request.page_size, token=request.page_token)
         return pb.ListRolloutsResponse(
             rollouts=[stored_to_proto(one.record, one.etag) for one in page], next_page_token=token
         )
@@ -444,47 +380,15 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         self, request: pb.PromoteRolloutRequest, context: Context
     ) -> pb.PromoteRolloutResponse:
         promotion = promotion_from_proto(request)
-        view = await self._service.rollouts.promote(
+        view = await self.service.rollouts.promote(
             request.name, promotion, etag=request.etag, request_id=request.request_id
         )
         return pb.PromoteRolloutResponse(rollout=rollout_to_proto(view))
 
-    async def PauseRollout(
-        self, request: pb.PauseRolloutRequest, context: Context
-    ) -> pb.PauseRolloutResponse:
-        view = await self._service.rollouts.pause(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.PauseRolloutResponse(rollout=rollout_to_proto(view))
-
-    async def ResumeRollout(
-        self, request: pb.ResumeRolloutRequest, context: Context
-    ) -> pb.ResumeRolloutResponse:
-        view = await self._service.rollouts.resume(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.ResumeRolloutResponse(rollout=rollout_to_proto(view))
-
-    async def AbortRollout(
-        self, request: pb.AbortRolloutRequest, context: Context
-    ) -> pb.AbortRolloutResponse:
-        view = await self._service.rollouts.abort(
-            request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
-        )
-        return pb.AbortRolloutResponse(rollout=rollout_to_proto(view))
-
-    async def RevertRollout(
-        self, request: pb.RevertRolloutRequest, context: Context
-    ) -> pb.RevertRolloutResponse:
-        view = await self._service.rollouts.revert(
-            request.name, reason=request.reason, etag=request.etag, request_id=request.request_id
-        )
-        return pb.RevertRolloutResponse(rollout=rollout_to_proto(view))
-
     async def ListQuarantined(
         self, request: pb.ListQuarantinedRequest, context: Context
     ) -> pb.ListQuarantinedResponse:
-        page, token = await self._service.quarantine.page(
+        page, token = await self.service.quarantine.page(
             model=request.model,
             version_digest=request.version_digest,
             size=request.page_size,
@@ -495,7 +399,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def DeleteQuarantined(
         self, request: pb.DeleteQuarantinedRequest, context: Context
     ) -> pb.DeleteQuarantinedResponse:
-        await self._service.quarantine.delete(
+        await self.service.quarantine.delete(
             request.version_digest, request.fingerprint, request_id=request.request_id
         )
         return pb.DeleteQuarantinedResponse()
@@ -528,7 +432,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     ) -> pb.ListAuditEventsResponse:
         return await self._audit.page(request)
 
-    async def ExportAuditLog(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
+    async def ExportAuditLog(  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.ExportAuditLogRequest, context: Context
     ) -> None:
         with BoundedWrites(context, _UNREAD_S) as stream:
@@ -540,7 +444,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         page, names = await asyncio.gather(
             self._scheduler.page(size=request.page_size, token=request.page_token, tenant=request.tenant),
-            self._service.deployments.names_by_version(),
+            self.service.deployments.names_by_version(),
         )
         return pb.ListQueuesResponse(
             queues=[
@@ -597,7 +501,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
             events=[convert.event_to_proto(event.name, event.record) for event in page], next_page_token=token
         )
 
-    async def WatchEvents(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
+    async def WatchEvents(  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchEventsRequest, context: Context
     ) -> None:
         kinds = _readable(request.kinds, convert.KINDS.values())
@@ -612,7 +516,7 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
                     messages = [convert.event_to_proto(event.name, event.record) for event in events]
                     await stream.write(pb.WatchEventsResponse(revision=revision, events=messages))
 
-    async def WatchResources(  # type: ignore[override]  # writes: grpc.aio leaves a suspended generator open
+    async def WatchResources(  # writes: grpc.aio leaves a suspended generator open
         self, request: pb.WatchResourcesRequest, context: Context
     ) -> None:
         """Without kinds, the watch covers every kind that can be watched and that the caller may read."""
@@ -648,11 +552,15 @@ class ControlPlaneServicer(controlplane_pb2_grpc.ControlPlaneServiceServicer):
         budgets = [one for one in stored if isinstance(one.record, Budget)]
         objectives = [one for one in stored if isinstance(one.record, Objective)]
         views: dict[Name, View] = {}
-        for budget in await self._service.budgets.views(budgets):
+        for budget in await self.service.budgets.views(budgets):
             views[ResourceKind.BUDGET, budget.stored.record.meta.name] = budget
-        for objective in await self._service.objectives.views(objectives):
+        for objective in await self.service.objectives.views(objectives):
             views[ResourceKind.OBJECTIVE, objective.stored.record.meta.name] = objective
         return [replace(one, view=views.get((one.kind, one.name), one.view)) for one in changes]
+
+
+for _name in _RESOURCES.keys() & _METHODS.keys() - vars(ControlPlaneServicer).keys():
+    setattr(ControlPlaneServicer, _name, _RESOURCES[_name])
 
 
 def _readable(
