@@ -148,6 +148,11 @@ def test_prometheus_asks_every_role() -> None:
         SERVICES[name]["environment"]["FAIRWAY_METRICS_LISTEN"].rpartition(":")[2] for name in ROLE_NAMES
     }
     assert ports == {str(found["port"])}
+    job = next(each["regex"] for each in scraped["relabel_configs"] if each["target_label"] == "job")
+    for name in ROLE_NAMES:
+        named = re.fullmatch(job, name)
+        assert named, f"alerts by role miss {name}"
+        assert named[1] == SERVICES[name]["command"][4]
 
 
 @pytest.mark.parametrize("name", ["Makefile", "deploy/compose/restore.sh", "docs/operations/compose.md"])
@@ -178,6 +183,11 @@ def test_prometheus_finds_the_alerts() -> None:
     (pattern,) = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())["rule_files"]
     assert pattern == mounts["./deploy/prometheus"] + "/*.yml"
     assert list((ROOT / "deploy/prometheus").glob("*.yml"))
+
+
+def test_prometheus_keeps_the_exemplars_that_its_page_names() -> None:
+    (flag,) = re.findall(r"`(--enable-feature=\S+)`", (ROOT / "docs/operations/observability.md").read_text())
+    assert flag in SERVICES["prometheus"]["command"]
 
 
 def test_spans_find_their_way_to_the_store() -> None:
