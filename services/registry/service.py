@@ -52,8 +52,7 @@ from services.core.records import (
     ASSIGNMENTS,
     DEPLOYMENTS,
     MODELS,
-    Assignment,
-    Deployment,
+    Record,
     Tag,
     VersionRecord,
     dump,
@@ -95,6 +94,20 @@ class ModelSummary:
     name: str
     versions: int
     tags: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a deletion reads of a deployment or an assigned version, whose other fields may be unreadable."""
+
+    model: str
+    version_digest: str
+    deployment: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    versions: tuple[_Use, ...] = ()
 
 
 class RegistryService:
@@ -364,42 +377,58 @@ class RegistryService:
 
     async def _require_no_adapter(self, model: str, digest: str) -> None:
         for entry in (await self._store.list(MODELS)).entries:
-            if "/versions/" not in entry.key:
+            name, kind, found = entry.key.removeprefix(MODELS).split("/", 2)
+            if kind != "versions" or entry.key == version_key(model, digest):
                 continue
-            found = load(entry.value, VersionRecord)
-            if (found.base_model, found.base_digest) == (model, digest):
+            if await self._base_in(entry, found) == (model, digest):
                 raise FailedPrecondition(
-                    f"the adapter {found.model} {found.digest} is based on {digest}: delete it first",
-                    model=found.model,
-                    digest=found.digest,
+                    f"the adapter {name} {found} is based on {digest}: delete it first",
+                    model=name,
+                    digest=found,
                 )
+
+    async def _base_in(self, entry: Entry, digest: str) -> tuple[str, str]:
+        """Return the base of a stored version, by its manifest where the record cannot be read."""
+        version: VersionRecord | Manifest
+        try:
+            version = load(entry.value, VersionRecord)
+        except IntegrityError:
+            try:
+                version = await self._manifest(digest)
+            except (NotFound, IntegrityError):
+                version = _used(entry, VersionRecord)
+        return version.base_model, version.base_digest
 
     async def _require_unused(self, model: str, digest: str) -> None:
         await self._require_no_adapter(model, digest)
-        tags = [tag for tag, named in (await self.tags(model)).items() if named == digest]
+        listing = await self._store.list(f"{MODELS}{model}/tags/")
+        named = [_used(entry, Tag) for entry in listing.entries]
+        tags = [tag.tag for tag in named if tag.digest == digest]
         if tags:
             raise FailedPrecondition(
                 f"the tag {tags[0]} of {model} points at {digest}: move or delete it first",
                 model=model,
                 tag=tags[0],
             )
+        models: dict[str, str] = {}
         for entry in (await self._store.list(DEPLOYMENTS)).entries:
-            deployment = load(entry.value, Deployment)
+            name, deployment = entry.key.removeprefix(DEPLOYMENTS), _used(entry, _Use)
+            models[name] = deployment.model
             if (deployment.model, deployment.version_digest) == (model, digest):
-                name = deployment.meta.name
                 raise FailedPrecondition(
                     f"the deployment {name} runs {digest}: update or delete it first", deployment=name
                 )
-
         for entry in (await self._store.list(ROUTES)).entries:
-            route = load(entry.value, ModelRoute)
-            if any(arm.version_digest == digest for arm in route.arms):
+            name = entry.key.removeprefix(ROUTES)
+            if models.get(name) != model:
+                continue
+            if any(arm.version_digest == digest for arm in _used(entry, ModelRoute).arms):
                 raise FailedPrecondition(
-                    f"a rollout of {route.deployment} uses {digest}: abort it first",
-                    deployment=route.deployment,
+                    f"a rollout of {name} uses {digest}: abort it first, or update {name} if none is open",
+                    deployment=name,
                 )
         for entry in (await self._store.list(ASSIGNMENTS)).entries:
-            for assigned in load(entry.value, Assignment).versions:
+            for assigned in _used(entry, _Uses).versions:
                 if (assigned.model, assigned.version_digest) == (model, digest):
                     name = assigned.deployment
                     raise FailedPrecondition(
@@ -456,6 +485,17 @@ def _body_of(manifest: Manifest) -> bytes:
 
 def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str = "") -> WriteRequest:
     return WriteRequest(type(record).__name__.lower(), request_id, fingerprint_of(verb, dump(record), etag))
+
+
+def _used(entry: Entry, kind: type[Record]) -> Record:
+    """Return a record that may use a version. Raises FailedPrecondition with its key if it is unreadable."""
+    try:
+        return load(entry.value, kind)
+    except IntegrityError as error:
+        raise FailedPrecondition(
+            f"{entry.key} in etcd may use the version and cannot be read: write it again or delete it",
+            key=entry.key,
+        ) from error
 
 
 def _unmoved(key: str, entry: Entry | None, etag: str) -> ModRevisionIs:

@@ -18,7 +18,19 @@ from services.core.errors import (
     StoreUnavailable,
 )
 from services.core.manifest import Manifest, ManifestFile, digest_of, sha256_of, weights_digest_of
-from services.ports.store import Committed, ConditionFailed
+from services.core.records import (
+    ASSIGNMENTS,
+    DEPLOYMENTS,
+    AssignedVersion,
+    Assignment,
+    Deployment,
+    Meta,
+    dump,
+    tag_key,
+    version_key,
+)
+from services.core.rollouts.routes import ROUTES, ModelRoute, RouteArm
+from services.ports.store import Committed, ConditionFailed, Delete, Put
 from services.registry import service as module
 from services.registry.service import RegistryService
 from services.runtime.clock import SystemClock
@@ -145,3 +157,94 @@ async def test_an_adapter_holds_its_base_and_shares_its_engine() -> None:
     await service.delete_version("chat", base.digest)
     with pytest.raises(ModelNotFound):
         await service.create_version("mine", adapter)
+
+
+UNREADABLE = b"{"
+OTHER = sha256_of(b"other")
+
+
+def newer(record: object) -> bytes:
+    """The record as a later release may write it, with a value that this one cannot read."""
+    return (
+        dump(record)
+        .replace(b'"executor":"torch"', b'"executor":7')
+        .replace(b'"worker_id":"w"', b'"worker_id":7')
+    )
+
+
+@pytest.mark.parametrize(
+    ("records", "named"),
+    [
+        ({DEPLOYMENTS + "x": UNREADABLE}, DEPLOYMENTS + "x"),
+        ({ASSIGNMENTS + "w": UNREADABLE}, ASSIGNMENTS + "w"),
+        ({tag_key("chat", "prod"): UNREADABLE}, tag_key("chat", "prod")),
+        ({version_key("lost", OTHER): UNREADABLE}, version_key("lost", OTHER)),
+        (
+            {DEPLOYMENTS + "x": dump(Deployment(Meta("x"), "chat", "v", OTHER, 1)), ROUTES + "x": UNREADABLE},
+            ROUTES + "x",
+        ),
+        # What they use can be read of these, or follows from their keys.
+        ({DEPLOYMENTS + "x": newer(Deployment(Meta("x"), "chat", "v", OTHER, 1))}, ""),
+        ({ASSIGNMENTS + "w": newer(Assignment("w", (AssignedVersion("x", "chat", OTHER),)))}, ""),
+        ({tag_key("mine", "prod"): UNREADABLE}, ""),
+        (
+            {DEPLOYMENTS + "x": dump(Deployment(Meta("x"), "mine", "v", OTHER, 1)), ROUTES + "x": UNREADABLE},
+            "",
+        ),
+        ({ROUTES + "x": UNREADABLE}, ""),
+    ],
+)
+async def test_an_unreadable_record_refuses_only_what_it_may_use(
+    records: dict[str, bytes], named: str
+) -> None:
+    store = MemoryStore(CLOCK)
+    service = RegistryService(store, MemoryBlobs(), CLOCK)
+    made, _ = await service.create_version("chat", await stored(service, {"config.json": b"{}"}))
+    await store.commit([Put(key, value) for key, value in records.items()])
+    if named:
+        with pytest.raises(FailedPrecondition, match=named) as caught:
+            await service.delete_version("chat", made.digest)
+        assert caught.value.metadata["key"] == named
+        await store.commit([Delete(named)])
+    await service.delete_version("chat", made.digest)
+
+
+async def test_what_uses_a_version_is_found_in_a_record_of_a_later_release() -> None:
+    store = MemoryStore(CLOCK)
+    service = RegistryService(store, MemoryBlobs(), CLOCK)
+    made, _ = await service.create_version("chat", await stored(service, {"config.json": b"{}"}))
+    using = {
+        DEPLOYMENTS + "x": newer(Deployment(Meta("x"), "chat", "v", made.digest, 1)),
+        ASSIGNMENTS + "w": newer(Assignment("w", (AssignedVersion("x", "chat", made.digest),))),
+    }
+    for key, value in using.items():
+        await store.commit([Put(key, value)])
+        with pytest.raises(FailedPrecondition, match="deployment x"):
+            await service.delete_version("chat", made.digest)
+        await store.commit([Delete(key)])
+    arms = (RouteArm("stable", OTHER), RouteArm("canary", made.digest))
+    await store.commit(
+        [
+            Put(DEPLOYMENTS + "x", dump(Deployment(Meta("x"), "chat", "v", OTHER, 1))),
+            Put(ROUTES + "x", dump(ModelRoute("x", "", arms))),
+        ]
+    )
+    with pytest.raises(FailedPrecondition, match="a rollout of x"):
+        await service.delete_version("chat", made.digest)
+
+
+async def test_an_adapter_whose_record_is_unreadable_holds_its_base_by_its_manifest() -> None:
+    store = MemoryStore(CLOCK)
+    service = RegistryService(store, MemoryBlobs(), CLOCK)
+    weights = len(b"{}").to_bytes(8, "little") + b"{}"
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights}
+    base, _ = await service.create_version("chat", await stored(service, {"config.json": b"{}"}))
+    other, _ = await service.create_version("chat", await stored(service, {"config.json": b"[]"}))
+    fields = {"schema": 3, "base_model": "chat", "base_digest": base.digest}
+    made, _ = await service.create_version("mine", await stored(service, files, **fields))
+    await store.commit([Put(version_key("mine", made.digest), UNREADABLE)])
+    await service.delete_version("chat", other.digest)
+    with pytest.raises(FailedPrecondition, match="the adapter mine"):
+        await service.delete_version("chat", base.digest)
+    await service.delete_version("mine", made.digest)
+    await service.delete_version("chat", base.digest)
