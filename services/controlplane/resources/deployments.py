@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,6 +11,7 @@ import structlog
 from services.controlplane.fleet import read_snapshot, readable
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.resources.status import DeploymentView, deployment_view, unplaced_in
+from services.controlplane.rollouts.records import Rollout
 from services.controlplane.scaling.policy.deployment import replica_cost
 from services.core.aliases import ALIASES
 from services.core.errors import AlreadyExists, FailedPrecondition, InvalidInput, NotFound
@@ -20,6 +21,7 @@ from services.core.paging import page_of
 from services.core.records import (
     DEPLOYMENTS,
     GATEWAY_EXECUTOR,
+    ROLLOUTS,
     ROOT,
     TENANTS,
     WORKERS,
@@ -45,6 +47,7 @@ from services.runtime.version_trust import VersionTrust
 log = structlog.get_logger()
 DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
 MAX_REVISIONS: Final = 32
+_MOST_DROPPED: Final = 64  # of the operations of one commit
 _WITH_WEIGHTS: Final = ("torch", "vllm")  # executors that can replace the weights of a version
 _SEE_VERSIONS: Final = "see `fairway models versions"
 
@@ -54,7 +57,8 @@ class DeploymentRevision:
     """A state that a deployment had from a time on. ``cause``: update, or the rollout that ended in it.
 
     Each change stores one, in its transaction and under a key of its own, named by the time of the change. So
-    concurrent changes of different deployments, and retries of one, never conflict here.
+    concurrent changes of different deployments, and retries of one, never conflict here. It outlives the
+    deployment: the ledger reads the prices of late reports in it.
     """
 
     time_unix_s: float
@@ -62,24 +66,29 @@ class DeploymentRevision:
     cause: str = ""
 
 
-def revision_put(deployment: Deployment, time_unix_s: float, cause: str) -> Put:
-    """Return the write that keeps a state."""
-    revision = DeploymentRevision(time_unix_s, deployment, cause)
-    return Put(f"{_prefix(deployment.meta.name)}{_name_of(time_unix_s)}", dump(revision))
-
-
-async def revisions_of(store: Store, name: str) -> tuple[tuple[str, DeploymentRevision], ...]:
-    """Return the stored states with their names, the newest first."""
-    listing = await store.list(_prefix(name))
-    found = [(entry.key.rpartition("/")[2], readable(entry, DeploymentRevision)) for entry in listing.entries]
+async def revisions_of(
+    store: Store, name: str, *, since_revision: int = 0
+) -> tuple[tuple[str, DeploymentRevision], ...]:
+    """Return the states that were stored since a revision with their names, the newest first."""
+    entries = [one for one in (await store.list(_prefix(name))).entries if one.mod_revision >= since_revision]
+    found = [(entry.key.rpartition("/")[2], readable(entry, DeploymentRevision)) for entry in entries]
     return tuple((key, one) for key, one in reversed(found) if one is not None)
 
 
-async def kept(store: Store, deployment: Deployment, time_unix_s: float, cause: str) -> Sequence[Operation]:
-    """Return the writes that keep a state and drop those beyond ``MAX_REVISIONS``."""
-    entries = (await store.list(_prefix(deployment.meta.name))).entries
-    surplus = entries[: max(0, len(entries) + 1 - MAX_REVISIONS)]
-    return [*(Delete(entry.key) for entry in surplus), revision_put(deployment, time_unix_s, cause)]
+def states_in(keys: Iterable[str], name: str) -> tuple[str, ...]:
+    """Return the keys of a deployment's stored states among these, the oldest first."""
+    prefix = _prefix(name)
+    return tuple(sorted(key for key in keys if key.startswith(prefix)))
+
+
+def kept(
+    deployment: Deployment, time_unix_s: float, cause: str, *, states: Sequence[str]
+) -> Sequence[Operation]:
+    """Return the writes that keep a state and drop the oldest ``states`` beyond ``MAX_REVISIONS``."""
+    surplus = states[: min(max(0, len(states) + 1 - MAX_REVISIONS), _MOST_DROPPED)]
+    key = f"{_prefix(deployment.meta.name)}{_name_of(time_unix_s)}"
+    revision = DeploymentRevision(time_unix_s, deployment, cause)
+    return [*(Delete(old) for old in surplus), Put(key, dump(revision))]
 
 
 def _prefix(name: str) -> str:
@@ -149,15 +158,15 @@ class Deployments:
                     f"{name} cannot change between a model and a safety pack: create another deployment",
                     field="deployment.model",
                 )
-            routed = await self._store.get(ROUTES + name)
-            unchanged = ModRevisionIs(ROUTES + name, 0 if routed is None else routed.mod_revision)
+            is_split, routed = await self._route(name)
 
             def change(old: Deployment) -> Deployment:
-                if routed is not None and old.version_digest != pinned.version_digest:
+                if is_split and old.version_digest != pinned.version_digest:
                     raise _in_rollout(name)
                 return pinned
 
-            together = replace(together, conditions=(unchanged, *together.conditions))
+            conditions = (*routed.conditions, *together.conditions)
+            together = WriteSet(conditions, (*routed.operations, *together.operations))
             together = await self._with_history(pinned, together, "update")
             stored = await self._kind.update(name, change, request, etag=etag, together=together)
             log.info(
@@ -171,28 +180,44 @@ class Deployments:
         Raises FailedPrecondition while a rollout of it is open, or a tenant has it as its safety pack.
         """
         request = self._kind.request("delete", name, request_id, etag=etag)
-        if await self._store.get(ROUTES + name) is not None:
+        is_split, routed = await self._route(name)
+        if is_split:
             raise _in_rollout(name)
         guard = await self._store.get(pack_users_key(name))
         await self._require_no_tenant(name)
         # A tenant that got the pack after that read moved the guard; the commit then fails.
         unmoved = ModRevisionIs(pack_users_key(name), 0 if guard is None else guard.mod_revision)
-        alone = WriteSet((ModRevisionIs(ROUTES + name, 0), unmoved), (Delete(pack_users_key(name)),))
+        operations = (*routed.operations, Delete(pack_users_key(name)))
+        alone = WriteSet((*routed.conditions, unmoved), operations)
         await self._kind.delete(name, request, etag=etag, together=alone)
         log.info("deployment.deleted", deployment=name)
 
     async def history(self, name: str) -> tuple[tuple[str, DeploymentRevision], ...]:
-        """Return the states that the deployment had, the newest first. Raises NotFound for an unknown
-        name.
+        """Return the states that the deployment had, the newest first, without those of an earlier one of
+        that name. Raises NotFound.
         """
-        found = await revisions_of(self._store, name)
-        if not found:
-            raise self._kind.not_found(name)
-        return found
+        created = (await self._kind.get(name)).create_revision
+        return await revisions_of(self._store, name, since_revision=created)
 
     async def _with_history(self, pinned: Deployment, together: WriteSet, cause: str) -> WriteSet:
-        operations = await kept(self._store, pinned, self._clock.unix_s(), cause)
+        name = pinned.meta.name
+        states = [entry.key for entry in (await self._store.list(_prefix(name))).entries]
+        operations = kept(pinned, self._clock.unix_s(), cause, states=states)
         return replace(together, operations=(*together.operations, *operations))
+
+    async def _route(self, name: str) -> tuple[bool, WriteSet]:
+        """Return whether a rollout splits the deployment's traffic, and the condition that it is unchanged.
+
+        A route without an open rollout was written by hand: the writes delete it. It is read before the
+        rollouts, since one that opens later writes it.
+        """
+        route = await self._store.get(ROUTES + name)
+        if route is None:
+            return False, WriteSet((ModRevisionIs(ROUTES + name, 0),))
+        rollouts = [readable(entry, Rollout) for entry in (await self._store.list(ROLLOUTS)).entries]
+        is_split = any(one and one.deployment == name and not one.ended for one in rollouts)
+        unchanged = ModRevisionIs(route.key, route.mod_revision)
+        return is_split, WriteSet((unchanged,), () if is_split else (Delete(route.key),))
 
     async def _require_no_tenant(self, name: str) -> None:
         for entry in (await self._store.list(TENANTS)).entries:

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from services.controlplane.fleet import Fleet, FleetSnapshot, read_snapshot, readable
-from services.controlplane.resources.deployments import pinned_version, require_trust
+from services.controlplane.resources.deployments import pinned_version, require_trust, states_in
 from services.controlplane.resources.resources import Resources, Stored
 from services.controlplane.rollouts.fit import ArmFit, by_worker, fit_by_worker, fit_of
 from services.controlplane.rollouts.policy.advance import RolloutFacts, facts_of
@@ -276,22 +276,25 @@ def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     entry = snapshot.entries.get(DEPLOYMENTS + name)
     if entry is None:
         raise FailedPrecondition(f"there is no deployment {name}", name=name)
-    deployment = load(entry.value, Deployment)
+    deployment, states = load(entry.value, Deployment), states_in(snapshot.entries, name)
     routed, decided = snapshot.entries.get(ROUTES + name), snapshot.entries.get(SCALED + name)
     scaled = None if decided is None else readable(decided, Scaled)
     if routed is None:
-        return RolloutContext(deployment, entry.mod_revision, scaled=scaled)
-    route = readable(routed, ModelRoute)
-    return RolloutContext(deployment, entry.mod_revision, route, routed.mod_revision, scaled)
+        return RolloutContext(deployment, entry.mod_revision, scaled=scaled, states=states)
+    # A route without an open rollout was written by hand: the write deletes it, or writes over it.
+    route = readable(routed, ModelRoute) if _is_open(snapshot, name) else None
+    return RolloutContext(deployment, entry.mod_revision, route, routed.mod_revision, scaled, states)
+
+
+def _is_open(snapshot: FleetSnapshot, name: str) -> bool:
+    return any(one.deployment == name and not one.ended for one in snapshot.fleet.rollouts)
 
 
 def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
     """Return while neither a rollout nor an update of the deployment is under way."""
     deployment = context.wanted
     name = deployment.meta.name
-    if context.route is not None or any(
-        one.deployment == name and not one.ended for one in snapshot.fleet.rollouts
-    ):
+    if _is_open(snapshot, name):
         raise FailedPrecondition(
             f"another rollout of {name} is open: finish or revert it first", name=name, deployment=name
         )
@@ -305,7 +308,9 @@ def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
             f"no replica of {name} is READY in version {deployment.version}: a rollout needs a stable one",
             name=name,
         )
-    if any(count for digest, count in ready.items() if digest != deployment.version_digest):
+    by_hand = [one.route.arms for one in snapshot.fleet.routes if one.route.deployment == name]
+    split = {arm.version_digest for arms in by_hand for arm in arms} | {deployment.version_digest}
+    if any(count for digest, count in ready.items() if digest not in split):
         raise FailedPrecondition(f"an update of {name} is under way: wait for its end", name=name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.controlplane.resources.deployments import revision_put
+from services.controlplane.resources.deployments import kept, states_in
 from services.controlplane.rollouts.policy.effects import deployment_of, route_of
 from services.controlplane.rollouts.records import Rollout, RolloutPhase
 from services.core.records import DEPLOYMENTS, SCALED, Deployment, dump
@@ -19,13 +19,17 @@ from services.runtime.idempotent_writes import WriteSet
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """The stored deployment and route of a rollout, with their revisions; 0: no route."""
+    """The stored deployment and route of a rollout, with their revisions; 0: no route.
+
+    ``states``: the keys of the deployment's history, the oldest first.
+    """
 
     deployment: Deployment
     deployment_revision: int
     route: ModelRoute | None = None
     route_revision: int = 0
     scaled: Scaled | None = None
+    states: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> Deployment:
@@ -39,11 +43,11 @@ def context_in(view: Mapping[str, Versioned[Any]], deployment: str) -> RolloutCo
     if held is None:
         return None
     decided = view.get(SCALED + deployment)
-    scaled = None if decided is None else decided.record
+    scaled, states = None if decided is None else decided.record, states_in(view, deployment)
     if routed is None:
-        return RolloutContext(held.record, held.mod_revision, scaled=scaled)
+        return RolloutContext(held.record, held.mod_revision, scaled=scaled, states=states)
     route = routed.record.route
-    return RolloutContext(held.record, held.mod_revision, route, routed.mod_revision, scaled)
+    return RolloutContext(held.record, held.mod_revision, route, routed.mod_revision, scaled, states)
 
 
 def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
@@ -65,5 +69,6 @@ def effects(rollout: Rollout, context: RolloutContext) -> WriteSet:
         conditions.append(ModRevisionIs(key, context.deployment_revision))
         undone = rollout.phase is RolloutPhase.RESTORING
         cause = f"revert of rollout {rollout.meta.name}" if undone else f"rollout {rollout.meta.name}"
-        operations += [Put(key, dump(deployment)), revision_put(deployment, rollout.phase_unix_s, cause)]
+        operations.append(Put(key, dump(deployment)))
+        operations += kept(deployment, rollout.phase_unix_s, cause, states=context.states)
     return WriteSet(conditions, operations)

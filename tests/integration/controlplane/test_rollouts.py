@@ -34,10 +34,11 @@ from services.core.records import (
     LoadedVersion,
     VersionState,
     Worker,
+    dump,
     load,
 )
-from services.core.rollouts.routes import ROUTES, ModelRoute
-from services.ports.store import Delete, Put
+from services.core.rollouts.routes import ROUTES, ModelRoute, RouteArm
+from services.ports.store import Delete, Listing, Put
 from tests.integration.controlplane.plane import DIGEST, OTHER, Plane
 
 MIB = 2**20
@@ -358,6 +359,80 @@ async def test_a_route_that_was_spoiled_by_hand_is_written_again_by_what_operato
     stored = await route(serving)
     assert stored is not None
     assert ([arm.weight_bp for arm in stored.arms], stored.fault) == ([10_000, 0], "")
+
+
+SPLIT = ModelRoute("chat", "by hand", (RouteArm("stable", DIGEST, 5_000), RouteArm("canary", OTHER, 5_000)))
+BY_HAND = {
+    "unreadable": b"{",
+    "no split": dump(ModelRoute("chat", "by hand", ())),
+    "a split": dump(SPLIT),
+}
+
+
+@pytest.mark.parametrize("stray", BY_HAND)
+@pytest.mark.parametrize("verb", ["start", "revert", "update", "delete"])
+async def test_a_route_without_an_open_rollout_goes_with_the_next_write(
+    plane: Plane, stray: str, verb: str
+) -> None:
+    await plane.deployment("chat", DIGEST)
+    await ready(plane, DIGEST)
+    if verb == "revert":
+        await final(plane)
+    elif stray == "a split":
+        await ready(plane, DIGEST, OTHER)  # The planner follows it.
+    await plane.store.commit([Put(ROUTES + "chat", BY_HAND[stray])])
+    match verb:
+        case "start":
+            await create(plane, message())
+        case "revert":
+            await plane.call("RevertRollout", pb.RevertRolloutRequest(name="r"))
+        case "update":
+            changed = pb.Deployment(metadata=pb.Metadata(name="chat"), model="tiny", version=OTHER)
+            await plane.call("UpdateDeployment", pb.UpdateDeploymentRequest(deployment=changed))
+        case "delete":
+            await plane.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="chat"))
+    stored = await route(plane)
+    assert (stored is not None and stored.salt.startswith("r/")) == (verb == "start")
+
+
+async def test_a_spoiled_route_of_an_open_rollout_frees_nothing(serving: Plane) -> None:
+    await create(serving, message())
+    await serving.store.commit([Put(ROUTES + "chat", b"{")])
+    changed = pb.Deployment(metadata=pb.Metadata(name="chat"), model="tiny", version=OTHER, replicas=1)
+    with pytest.raises(FailedPrecondition, match="rollout of chat is open"):
+        await serving.call("UpdateDeployment", pb.UpdateDeploymentRequest(deployment=changed))
+    with pytest.raises(FailedPrecondition, match="rollout of chat is open"):
+        await serving.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="chat"))
+    with pytest.raises(FailedPrecondition, match="open"):
+        await create(serving, message("second"))
+
+
+@pytest.mark.parametrize("method", ["UpdateDeployment", "DeleteDeployment"])
+async def test_a_rollout_that_opens_beside_a_stray_route_keeps_its_own(
+    serving: Plane, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    await serving.store.commit([Put(ROUTES + "chat", b"{")])
+    listed = serving.store.list
+
+    async def opens_after(prefix: str) -> Listing:
+        found = await listed(prefix)
+        if prefix == ROLLOUTS:
+            monkeypatch.undo()
+            await create(serving, message())
+        return found
+
+    monkeypatch.setattr(serving.store, "list", opens_after)
+    changed = pb.Deployment(metadata=pb.Metadata(name="chat"), model="tiny", version=OTHER, replicas=1)
+    request = (
+        pb.UpdateDeploymentRequest(deployment=changed)
+        if method == "UpdateDeployment"
+        else pb.DeleteDeploymentRequest(name="chat")
+    )
+    with pytest.raises(Conflict):
+        await serving.call(method, request)
+    stored = await route(serving)
+    assert stored is not None
+    assert stored.salt.startswith("r/")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from services.core.errors import FairwayError, IntegrityError, PoisonedInput
 from services.core.faults import ERRORS, FINISHED, Fault
 from services.core.generation import GenerationSpec, OutputLimits, Principal, Prompt, Sampling
 from services.core.records import BurnAlert, KeyRole, Meta, Objective, Sli, SliStatus
+from services.core.rollouts.routes import ROUTES
 from services.core.safety import Intervention
 from services.gateway.events import Received
 from services.gateway.poison import PoisonGate
@@ -277,6 +278,12 @@ def test_interventions_that_jump_alert_and_steady_ones_do_not() -> None:
     assert evaluate(rule, scrapes) == {}
     minutes(300, 310, 40)
     assert set(evaluate(rule, scrapes)) == {frozenset({("tenant", "acme"), ("category", "insult")})}
+
+
+def test_the_alert_of_a_faulty_route_names_its_whole_key() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "fairway.yml").read_text())["groups"]
+    found = [one for group in rules for one in group["rules"] if one.get("alert") == "FairwayRouteFaulty"]
+    assert f"delete {ROUTES}{{{{ $labels.model }}}} in etcd" in found[0]["annotations"]["action"]
 
 
 def test_verdicts_that_are_missing_page() -> None:
