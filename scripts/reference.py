@@ -307,10 +307,10 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _field_comments() -> dict[str, str]:
-    """Return the comment above each field of Settings. Raises KeyError at the use of one without."""
+    """Return the comment of one or more lines above each field of Settings. Raises KeyError without one."""
     source = (ROOT / "services" / "runtime" / "config.py").read_text("utf-8")
-    found = re.findall(r"^    # (.+)\.\n    ([a-z0-9_]+): ", source, re.MULTILINE)
-    return {name: text for text, name in found}
+    found = re.findall(r"^    # ((?:.+\n    # )*.+)\.\n    ([a-z0-9_]+): ", source, re.MULTILINE)
+    return {name: text.replace("\n    # ", " ") for text, name in found}
 
 
 def _readers() -> dict[str, tuple[str, ...]]:

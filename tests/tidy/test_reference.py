@@ -27,6 +27,8 @@ def test_each_setting_has_its_meaning_and_default() -> None:
     rows = [line.split(" | ") for line in settings_page().splitlines() if line.startswith("`" + PREFIX)]
     assert {row[0].strip("`") for row in rows} == {PREFIX + name.upper() for name in Settings.model_fields}
     assert all(len(row) == 4 and row[3] for row in rows)
+    age = next(row[3] for row in rows if "ROUTE_MAX_AGE_S" in row[0])
+    assert age.startswith("Age of the routes"), "the first of the comment's two lines"
 
 
 def test_each_metric_has_a_name_of_its_own_and_a_description() -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fairway.v1 import registry_pb2 as pb
 from services.core.errors import IntegrityError, InvalidInput
 from services.core.manifest import (
     CHUNK_BYTES,
+    MAX_CHUNKS,
     Manifest,
     ManifestFile,
     canonical_json,
@@ -22,6 +24,7 @@ from services.core.manifest import (
     sha256_of,
     weights_digest_of,
 )
+from services.rpc.channel import MAX_MESSAGE_BYTES
 
 D = sha256_of(b"x")
 CONFIG = ManifestFile("config.json", 1, D, (D,))
@@ -270,6 +273,15 @@ def test_duplicates_and_disorder_are_refused() -> None:
 def test_malformed_manifests_are_refused(manifest: Manifest) -> None:
     with pytest.raises(InvalidInput):
         check_manifest(manifest)
+
+
+def test_the_largest_manifest_fits_in_a_message() -> None:
+    digest, starts = sha256_of(b"x"), range(0, MAX_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
+    file = pb.ManifestFile(path="a", digest=digest, chunks=[digest] * MAX_CHUNKS, chunk_starts=starts)
+    assert file.ByteSize() < 0.97 * MAX_MESSAGE_BYTES
+    many = ManifestFile("a", 1, digest, (digest,) * (MAX_CHUNKS + 1))
+    with pytest.raises(InvalidInput, match="at most 204800 chunks"):
+        check_manifest(replace(make(), files=(many,)))
 
 
 def test_chunk_sizes_follow_from_the_file_size() -> None:
