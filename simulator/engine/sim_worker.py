@@ -119,7 +119,7 @@ class SimFiles:
         self.folder: Path | None = None
         self.template_fault = ""
 
-    async def fetch(self, progress: Callable[[float], None]) -> None:
+    async def fetch(self, progress: Callable[[float], None], *, spare: bool = False) -> None:
         self.folder = Path(self._version.version_digest)
 
     async def checked(self, progress: Callable[[float], None]) -> None:

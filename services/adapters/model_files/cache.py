@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -95,8 +96,9 @@ class _Turn:
 class ModelFiles:
     """Owns everything below ``root``, which no other process may use at the same time.
 
-    ``max_bytes`` bounds the complete folders together; the least recently used that is not pinned is evicted
-    first. A returned folder stays while pinned: call ``pin`` before the next await.
+    ``max_bytes`` bounds the folders together. Unfinished downloads are evicted first, then the least recently
+    used folder that is not pinned. A returned folder stays while pinned: call ``pin`` before the next await.
+    A spare pin yields to fetches that are not ``spare``.
     """
 
     def __init__(
@@ -122,6 +124,9 @@ class ModelFiles:
         self._kept: dict[str, _Kept] = {}
         self._turns: dict[str, _Turn] = {}
         self._reserved: dict[str, int] = {}
+        self._spare: Counter[str] = Counter()  # spare pins, which may outlive their folders
+        # Sizes by inode of unfinished downloads that no caller fetches, the oldest first.
+        self._partials: dict[str, dict[int, int]] = {}
         # Sizes of links by inode, for each folder that is being fetched.
         self._linked: dict[str, dict[int, int]] = {}
         self._uses = 0
@@ -148,13 +153,15 @@ class ModelFiles:
         only: Chooser | None = None,
         progress: Progress | None = None,
         recheck: bool = False,
+        spare: bool = False,
     ) -> Path:
         """Return a folder with the verified files of a version, or with those whose path ``only`` selects.
 
         Callers of one folder share one download. It resumes from the chunks of an earlier one, in this
         process or a killed one. ``progress`` receives 0..1 of the bytes. ``recheck``: every chunk is read
-        again, even if it was verified before. Raises NotFound, IntegrityError, FailedPrecondition (larger
-        than the bound), StoreUnavailable (disk), Unavailable.
+        again, even if it was verified before. ``spare``: it takes no room from unfinished downloads and spare
+        pins. Raises NotFound, IntegrityError, FailedPrecondition (larger than the bound), StoreUnavailable
+        (disk), Unavailable.
         """
         if not is_digest(digest):
             raise NotFound(f"{digest[:80]} is no digest of a version", digest=digest[:80])
@@ -168,7 +175,7 @@ class ModelFiles:
             name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
             folders = (self._folders.ready(name), self._folders.partial(name))
             share = partial(SharedVersion, model, digest, files, folders)
-            have = partial(self._have, name, files, progress or _silent, recheck, share)
+            have = partial(self._have, name, files, progress or _silent, recheck, share, spare)
             return await self._in_turn(name, have)
         except OSError as exc:
             raise self._disk_error(exc) from exc
@@ -201,24 +208,35 @@ class ModelFiles:
             manifest, await self._in_turn("manifest " + base, partial(self._manifest, named, base))
         )
 
-    def pin(self, folder: Path) -> None:
-        """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted."""
+    def pin(self, folder: Path, *, spare: bool = False) -> None:
+        """Protect the folder from eviction until as many ``unpin`` calls. Raises NotFound if evicted.
+
+        ``spare``: from eviction by spare fetches, and from others while these have another choice.
+        """
         kept = self._kept.get(folder.name)
         if kept is None:
             raise NotFound(f"{folder.name} is not kept here any more")
-        kept.pins += 1
+        if spare:
+            self._spare[folder.name] += 1
+        else:
+            kept.pins += 1
 
-    def unpin(self, folder: Path) -> None:
-        """Remove one pin."""
+    def unpin(self, folder: Path, *, spare: bool = False) -> None:
+        """Remove one pin, of the same kind."""
+        if spare:
+            assert self._spare[folder.name] > 0, "unpinned more often than pinned"
+            self._spare -= Counter((folder.name,))
+            return
         kept = self._kept[folder.name]
         assert kept.pins > 0, "unpinned more often than pinned"
         kept.pins -= 1
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the complete folders, what they share once, and of the files being fetched."""
+        """Bytes of all folders, what they share once; those of the files being fetched count as written."""
         inodes: dict[int, int] = {}
-        for one in (*(kept.inodes for kept in self._kept.values()), *self._linked.values()):
+        complete = (kept.inodes for kept in self._kept.values())
+        for one in (*self._partials.values(), *complete, *self._linked.values()):
             inodes |= one
         return sum(inodes.values()) + sum(self._reserved.values())
 
@@ -239,6 +257,8 @@ class ModelFiles:
             for name, _ in sorted(found.items(), key=lambda item: item[1]):
                 self._uses += 1
                 self._kept[name] = _Kept(await in_thread(self._folders.inodes, name), self._uses)
+            for name in await in_thread(self._folders.partials):
+                self._partials[name] = await in_thread(self._folders.partial_inodes, name)
             self._opened = True
 
     async def _manifest(self, model: str, digest: str) -> Manifest:
@@ -274,11 +294,12 @@ class ModelFiles:
         progress: Progress,
         recheck: bool,
         share: _Share,
+        spare: bool,
     ) -> Path:
         if await self._is_good(name, files, recheck=recheck):
             await in_thread(self._folders.touch, name)
         else:
-            await self._download(name, files, progress, share)
+            await self._download(name, files, progress, share, spare)
         if (swarm := self._swarm_of(name, files)) is not None:
             swarm.share(share())
         self._uses += 1
@@ -310,6 +331,7 @@ class ModelFiles:
         if kept.pins:
             raise IntegrityError(f"the files of {name} are damaged while in use", folder=name)
         del self._kept[name]
+        self._partials[name] = kept.inodes
         self._share_no_more(name)
         await in_thread(self._folders.demote, name)
         return False
@@ -319,16 +341,19 @@ class ModelFiles:
             self._swarm.leave("sha256:" + name)
 
     async def _download(
-        self, name: str, files: Sequence[ManifestFile], progress: Progress, share: _Share
+        self, name: str, files: Sequence[ManifestFile], progress: Progress, share: _Share, spare: bool
     ) -> None:
         total = sum(file.size_bytes for file in files)
         self._require_bound(total)
         meter, linked = _Meter(total, progress), self._linked.setdefault(name, {})
         try:
             missing = [file for file in files if not await self._link(name, file, meter, linked)]
+            await self._make_room(name, sum(file.size_bytes for file in missing), spare)
             await self._fetch_missing(name, files, missing, meter, share)
         finally:
             del self._linked[name]
+            if found := self._folders.partial_inodes(name):
+                self._partials[name] = found
         log.info("model_folder.completed", folder=name, size_bytes=total, linked=len(files) - len(missing))
 
     async def _link(self, name: str, file: ManifestFile, meter: _Meter, linked: dict[int, int]) -> bool:
@@ -348,8 +373,7 @@ class ModelFiles:
         meter: _Meter,
         share: _Share,
     ) -> None:
-        """Fetch what no folder has; complete the folder."""
-        await self._make_room(name, sum(file.size_bytes for file in missing))
+        """Fetch what no folder has, for which room is reserved; complete the folder."""
         try:
             async with self._kept_chunks(missing) as kept:
                 shared = share(base=kept.base)
@@ -419,21 +443,24 @@ class ModelFiles:
                 max_bytes=self._max_bytes,
             )
 
-    async def _make_room(self, name: str, size_bytes: int) -> None:
-        """Reserve the size, evicting the least recently used folders."""
+    async def _make_room(self, name: str, size_bytes: int, spare: bool) -> None:
+        """Reserve the size, evicting other folders; one fetch at a time, so that each counts the others'."""
         async with self._room:
+            self._partials.pop(name, None)  # the reserved bytes include them
             while self.kept_bytes + size_bytes > self._max_bytes:
-                await self._evict_one(size_bytes)
-            self._reserved[name] = size_bytes
-        try:
+                await self._evict_one(size_bytes, spare)
             await self._require_disk(name, size_bytes)
-        except BaseException:
-            del self._reserved[name]
-            raise
+            self._reserved[name] = size_bytes
 
-    async def _evict_one(self, needed_bytes: int) -> None:
+    async def _evict_one(self, needed_bytes: int, spare: bool) -> None:
+        for other in self._partials if not spare else ():  # a version that is to run may resume them
+            if other not in self._turns:
+                await self._drop_partial(other)
+                return
         idle = [
-            (kept.use, name) for name, kept in self._kept.items() if not kept.pins and name not in self._turns
+            (self._spare[name] > 0, kept.use, name)
+            for name, kept in self._kept.items()
+            if not kept.pins and name not in self._turns and not (spare and self._spare[name])
         ]
         if not idle:
             raise StoreUnavailable(
@@ -445,7 +472,7 @@ class ModelFiles:
                 used_bytes=self.kept_bytes,
                 max_bytes=self._max_bytes,
             )
-        name = min(idle)[1]
+        name = min(idle)[2]
         kept = self._kept.pop(name)
         self._share_no_more(name)
         try:
@@ -455,20 +482,35 @@ class ModelFiles:
                 self._kept[name] = kept
             raise
         log.info("model_folder.evicted", folder=name)
-        version = name[:_HEX_DIGITS]
-        if not any(other.startswith(version) for other in (*self._kept, *self._turns)):
-            await in_thread(self._folders.forget_manifest, version)
+        needed = {other[:_HEX_DIGITS] for other in (*self._kept, *self._turns)}
+        await in_thread(self._folders.forget_manifests, name[:_HEX_DIGITS], needed)
+
+    async def _drop_partial(self, name: str) -> None:
+        """Remove an unfinished download that no caller fetches; one that comes meanwhile waits."""
+        self._partials.pop(name, None)
+        await self._in_turn(name, partial(in_thread, self._folders.drop_partial, name))
 
     async def _require_disk(self, name: str, size_bytes: int) -> None:
         """Remove unfinished downloads, oldest first, while there are too many or the disk is nearly full."""
         idle = [other for other in await in_thread(self._folders.partials) if other not in self._turns]
         for position, other in enumerate(idle):
-            free = await in_thread(self._folders.free_bytes)
-            if len(idle) - position > _STALE_PARTIALS or free < size_bytes + self._reserve_bytes:
-                await in_thread(self._folders.drop_partial, other)
+            many = len(idle) - position > _STALE_PARTIALS
+            if (many or await self._shortage(name, size_bytes) is not None) and other not in self._turns:
+                await self._drop_partial(other)
+        if (shortage := await self._shortage(name, size_bytes)) is not None:
+            raise shortage
+
+    async def _shortage(self, name: str, size_bytes: int) -> StoreUnavailable | None:
+        """Return an error unless the disk has room for what a fetch has yet to write, beside the others'."""
+        missing: dict[str, int] = {}
+        for other, whole_bytes in (*self._reserved.items(), (name, size_bytes)):
+            own = await in_thread(partial(self._folders.partial_inodes, other, links=False))
+            written = own.keys() - self._linked.get(other, {}).keys()
+            missing[other] = max(0, whole_bytes - sum(own[inode] for inode in written))
+        needed = missing.pop(name)
+        kept = self._reserve_bytes + sum(missing.values())
         free = await in_thread(self._folders.free_bytes)
-        if free < size_bytes + self._reserve_bytes and name not in await in_thread(self._folders.partials):
-            raise _disk_full(free, size_bytes, self._reserve_bytes)
+        return _disk_full(free, needed, kept) if needed and free < needed + kept else None
 
     def _disk_error(self, exc: OSError) -> StoreUnavailable:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -502,7 +544,7 @@ def _silent(_: float) -> None:
 def _disk_full(free_bytes: int, needed_bytes: int, kept_bytes: int = 0) -> StoreUnavailable:
     return StoreUnavailable(
         f"the disk of the model files is full: {free_bytes} bytes free"
-        + (f", {needed_bytes} needed beside {kept_bytes} in reserve" if needed_bytes else "")
+        + (f", {needed_bytes} needed beside {kept_bytes} reserved" if needed_bytes else "")
         + "; free some, lower FAIRWAY_DISK_RESERVE_BYTES, or point FAIRWAY_STATE_DIR to a larger disk",
         retry_after_s=30.0,
         free_bytes=free_bytes,

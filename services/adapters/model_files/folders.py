@@ -16,9 +16,12 @@ import asyncio
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import stat
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -83,8 +86,12 @@ class ModelFolders:
 
     def inodes(self, folder: str) -> dict[int, int]:
         """Return the sizes of a complete folder's files by inode: what folders share has one."""
-        stats = [path.stat() for path in self.ready(folder).rglob("*") if path.is_file()]
-        return {stat.st_ino: stat.st_size for stat in stats}
+        return {each.st_ino: each.st_size for each in _stats(self.ready(folder))}
+
+    def partial_inodes(self, folder: str, *, links: bool = True) -> dict[int, int]:
+        """Return what a partial folder's files have on the disk, as ``inodes``, also of those with links."""
+        found = [each for each in _stats(self.partial(folder)) if links or each.st_nlink == 1]
+        return {each.st_ino: min(each.st_size, 512 * each.st_blocks) for each in found}
 
     def link_twin(self, folder: str, file: ManifestFile) -> int:
         """Make the partial file a link to an equal file of a complete folder, every chunk of which is good.
@@ -125,8 +132,16 @@ class ModelFolders:
         finally:
             staged.unlink(missing_ok=True)  # there only when the disk was full
 
-    def forget_manifest(self, digest: str) -> None:
-        self._manifest_path(digest).unlink(missing_ok=True)
+    def forget_manifests(self, version: str, needed: set[str]) -> None:
+        """Remove a version's manifest and its base's, unless one of ``needed`` (hex digests) needs them."""
+        needed = needed | {self._base_of(one) for one in needed}
+        for one in {version, self._base_of(version)} - needed:
+            self._manifest_path(one).unlink(missing_ok=True)
+
+    def _base_of(self, version: str) -> str:
+        """Return the base that the manifest of an adapter names, else the version; both are hex digests."""
+        found = re.search(rb'"base_digest":"sha256:([0-9a-f]{64})"', self.read_manifest(version) or b"")
+        return found[1].decode() if found else version
 
     def present(self, folder: str, files: Sequence[ManifestFile]) -> bool:
         """Return whether the complete folder has these files, each with its size."""
@@ -185,6 +200,15 @@ class ModelFolders:
 
     def _manifest_path(self, digest: str) -> Path:
         return self._root / "manifests" / (digest.removeprefix("sha256:") + ".json")
+
+
+def _stats(root: Path) -> list[os.stat_result]:
+    """Return the stats of the files below ``root`` that are not removed meanwhile."""
+    found = []
+    for path in root.rglob("*"):
+        with suppress(FileNotFoundError):
+            found.append(path.stat())
+    return [each for each in found if stat.S_ISREG(each.st_mode)]
 
 
 def read_chunk(path: Path, file: ManifestFile, index: int) -> bytes:

@@ -137,7 +137,7 @@ def _model_files(
         environment.clock,
         max_bytes=settings.model_cache_bytes,
         # Those of a gateway serve all tenants: they use the reserve.
-        reserve_bytes=max(RESERVE_BYTES, settings.disk_reserve_bytes * (environment.role == "worker")),
+        reserve_bytes=max(RESERVE_BYTES, settings.disk_reserve_bytes * (environment.role != "gateway")),
         found_damaged=found_damaged,
         swarm=swarm,
     )

@@ -20,8 +20,8 @@ RETRY_S: Final = 30.0
 
 
 class Prefetcher:
-    """Fetches one version at a time. What is prefetched is not pinned: versions that are to run may evict it.
-    What a revert needs is.
+    """Fetches one version at a time. Versions that are to run may evict what is prefetched, and as a last
+    choice what a revert needs, which is pinned.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Prefetcher:
     def want(self, versions: Sequence[AssignedVersion], pinned: Sequence[AssignedVersion] = ()) -> None:
         """Fetch these from now on, the likeliest first. Others stay until they are evicted.
 
-        ``pinned`` come before ``versions`` and stay until they are no longer among them.
+        ``pinned`` come before ``versions`` and stay until they are no longer among them, or yield.
         """
         staying = {one.version_digest for one in pinned}
         if self._wanted == (wanted := (*pinned, *versions)) and staying == self._pinned.keys():
@@ -80,7 +80,7 @@ class Prefetcher:
         files = self._files(version)
         try:
             # It reads every chunk, so that the weights are in the page cache too.
-            await files.fetch(lambda _: None)
+            await files.fetch(lambda _: None, spare=True)
         except FairwayError as error:
             log.info("version.not_prefetched", digest=version.version_digest, reason=error.reason)
             return

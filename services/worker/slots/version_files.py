@@ -43,15 +43,16 @@ class ModelSource(Protocol):
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
         recheck: bool = False,
+        spare: bool = False,
     ) -> Awaitable[Path]: ...
 
     async def readable(self, model: str, digest: str) -> Manifest: ...
 
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str: ...
 
-    def pin(self, folder: Path) -> None: ...
+    def pin(self, folder: Path, *, spare: bool = False) -> None: ...
 
-    def unpin(self, folder: Path) -> None: ...
+    def unpin(self, folder: Path, *, spare: bool = False) -> None: ...
 
 
 class LocalFiles(Protocol):
@@ -60,8 +61,11 @@ class LocalFiles(Protocol):
     folder: Path | None  # None: not fetched, or lost
     template_fault: str  # why gateways cannot serve chat with it
 
-    async def fetch(self, progress: Callable[[float], None]) -> None:
-        """Fetch the files, or check those that are there. The next start needs no further check."""
+    async def fetch(self, progress: Callable[[float], None], *, spare: bool = False) -> None:
+        """Fetch the files, or check those that are there. The next start needs no further check.
+
+        ``spare``: they take no room from versions that are to run, and yield theirs.
+        """
 
     async def checked(self, progress: Callable[[float], None]) -> None:
         """Return once the files of a start are checked, which they are after ``fetch`` for a short time."""
@@ -121,11 +125,12 @@ class VersionFiles:
         self._checked_until_s = -math.inf  # time until which one engine may start without a new check
         self._vocabulary: Vocabulary | None = None
         self.folder: Path | None = None
+        self._spare = False  # kind of its pin
         self.template_fault = ""  # why gateways cannot serve chat with it
 
-    async def fetch(self, progress: Callable[[float], None]) -> None:
+    async def fetch(self, progress: Callable[[float], None], *, spare: bool = False) -> None:
         await self._require_trust()
-        await self._checked(progress)
+        await self._checked(progress, spare)
         self._checked_until_s = self._clock.monotonic_s() + CHECK_COUNTS_S
 
     async def checked(self, progress: Callable[[float], None]) -> None:
@@ -152,18 +157,19 @@ class VersionFiles:
                 raise
         self._was_trusted = True
 
-    async def _checked(self, progress: Callable[[float], None]) -> None:
+    async def _checked(self, progress: Callable[[float], None], spare: bool = False) -> None:
         """Read every chunk, compare it with the manifest, and pin the folder.
 
         Damaged files are fetched again. Raises as ``ModelSource.fetch``; no folder is pinned then.
         """
         self.unpin()  # pinned files would not be replaced
         only = without_weights if self._version.executor == "null" else None
+        model, digest = self._version.model, self._version.version_digest
         folder = await self._source.fetch(
-            self._version.model, self._version.version_digest, only=only, progress=progress, recheck=True
+            model, digest, only=only, progress=progress, recheck=True, spare=spare
         )
-        self._source.pin(folder)
-        self.folder = folder
+        self._source.pin(folder, spare=spare)
+        self.folder, self._spare = folder, spare
 
     def lost(self) -> bool:
         if self.folder is None or self.folder.is_dir():
@@ -174,7 +180,7 @@ class VersionFiles:
     def unpin(self) -> None:
         folder, self.folder = self.folder, None
         if folder is not None:
-            self._source.unpin(folder)
+            self._source.unpin(folder, spare=self._spare)
 
     async def kind(self) -> str:
         return (await self._manifest()).kind

@@ -103,7 +103,7 @@ async def test_one_flipped_bit_is_fetched_again_two_are_an_error(
         await models.fetch("tiny", done.digest)
     assert caught.value.metadata["path"] == "model.safetensors"
     assert list((tmp_path / "two" / "ready").iterdir()) == []
-    assert models.kept_bytes == 0
+    assert 0 < models.kept_bytes < done.size_bytes, "the verified chunks stay"
 
 
 async def test_bit_rot_in_the_blob_store_never_reaches_a_folder(

@@ -102,6 +102,7 @@ class FolderSource:
         only: Callable[[str], bool] | None = None,
         progress: Callable[[float], None] | None = None,
         recheck: bool = False,
+        spare: bool = False,
     ) -> Path:
         if self.error is not None:
             raise self.error
@@ -116,10 +117,10 @@ class FolderSource:
     async def computation(self, model: str, digest: str, *, contents: Mapping[str, bytes]) -> str:
         return self.computations.get(digest, "")
 
-    def pin(self, folder: Path) -> None:
+    def pin(self, folder: Path, *, spare: bool = False) -> None:
         self.pins += 1
 
-    def unpin(self, folder: Path) -> None:
+    def unpin(self, folder: Path, *, spare: bool = False) -> None:
         self.pins -= 1
 
 

@@ -25,7 +25,8 @@ class Files:
     pins: dict[str, int]
     folder: Path | None = None
 
-    async def fetch(self, progress: Callable[[float], None]) -> None:
+    async def fetch(self, progress: Callable[[float], None], *, spare: bool) -> None:
+        assert spare
         self.target.mkdir(exist_ok=True)
         self.folder = self.target
         self.pins[self.target.name] = self.pins.get(self.target.name, 0) + 1
