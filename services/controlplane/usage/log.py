@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 VERIFY_S: Final = 60.0
 KEEP_S: Final = 600.0
-_LOADS: Final = 5
+_MOST_LOADS: Final = 5
 _RELOAD_S: Final = 0.2
 _AT_ONCE: Final = 16
 MAX_DAMAGED: Final = 1000  # copies of damaged objects
@@ -67,6 +67,7 @@ class UsageLog:
         self._clock = clock
         self._checkpoint = ""  # name of the newest that was loaded or written
         self._own = ""  # name of the newest that was loaded, or that this process began to write
+        self._loads = 0  # number of loads so far
         self._verified_s = 0.0
         self._covered_s = 0.0  # time at which the newest checkpoint was loaded or written
         self.damaged: frozenset[str] = frozenset()  # names of the copies of damaged objects
@@ -79,7 +80,7 @@ class UsageLog:
     async def load(self) -> LedgerBook:
         """Return the state after the last segment. Raises StoreUnavailable."""
         problem = ""
-        for _ in range(_LOADS):
+        for _ in range(_MOST_LOADS):
             found = await self._try_load()
             if isinstance(found, LedgerBook):
                 return found
@@ -111,7 +112,7 @@ class UsageLog:
 
         Raises Superseded, or StoreUnavailable: it can be called again with the same state.
         """
-        number = sealed.number
+        number, loads = sealed.number, self._loads
         hours = {hour: through for hour, through in sealed.hours.items() if hour >= oldest}
         for hour, lines in sorted(sealed.sums.hours.items()):
             if hour < oldest:
@@ -121,15 +122,20 @@ class UsageLog:
                 try:
                     stored = await self.hour(hour, hours[hour])
                 except NotFound:
-                    # A foreign checkpoint replaced it; where there is none, it was lost in the store.
-                    if await self._store.names(_CHECKPOINTS, self._own):
+                    # A later checkpoint replaced it, a foreign one or one of this process whose answer was
+                    # lost; where there is none, it was lost in the store.
+                    if await self._store.names(_CHECKPOINTS, self._checkpoint):
                         raise Superseded from None
                     log.error("usage.object_missing", name=_hour_name(hour, hours[hour]))
             data = await in_thread(_merged, stored, lines)
             await self._store.create(_hour_name(hour, number), data)
             hours[hour] = number
-        name = self._own = _checkpoint_name(number)
-        await self._store.create(name, await in_thread(checkpoint_to_bytes, sealed, hours))
+        name, data = _checkpoint_name(number), await in_thread(checkpoint_to_bytes, sealed, hours)
+        if loads == self._loads:
+            self._own = name
+            await self._store.create(name, data)
+        if loads != self._loads:  # What a later load found is the state now, with the hours that it names.
+            raise Superseded
         self._checkpoint, self._covered_s = name, self._clock.monotonic_s()
         return hours
 
@@ -178,6 +184,7 @@ class UsageLog:
         if await self._newest_checkpoint() != newest:
             return "other control planes write checkpoints of the usage ledger"
         self._checkpoint = self._own = newest
+        self._loads += 1
         self._verified_s = self._covered_s = now_s
         self.unread, self.unread_more = unread, more
         self._counted |= self._found
