@@ -427,8 +427,9 @@ class ModelFiles:
             try:
                 await swarm.fetch(shared, files.take)
             except (Unimplemented, OverQuota) as error:
-                swarm.leave(shared.digest)
                 log.warning("model_folder.not_from_swarm", digest=shared.digest, error=error.message)
+            if shared.lacking():
+                swarm.leave(shared.digest)
         for index in shared.lacking():
             await files.take(index, await self._chunks.fetch(*shared.places[index][0]))
         await files.finish()

@@ -18,7 +18,7 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.model_files.shared_chunks import ByteRate, SharedChunks, SharedVersion
+from services.adapters.model_files.shared_chunks import PIECE_BYTES, ByteRate, SharedChunks, SharedVersion
 from services.adapters.threads import in_thread
 from services.core.errors import DeadlineExceeded, FairwayError, IntegrityError, NotFound, Unavailable
 from services.core.swarm import (
@@ -37,6 +37,9 @@ log = structlog.get_logger()
 Take = Callable[[int, bytes], Awaitable[None]]
 
 STALL_S: Final = 5.0  # time without a byte after which a peer has stalled
+LEAST_BYTES_PER_S: Final = PIECE_BYTES  # rate of a peer after STALL_S; a bounded node sends at 8 times it
+BUSY_S: Final = 15.0  # time without a chunk after which a peer that answered "busy" _MOST_BUSY times failed
+_MOST_BUSY: Final = 3
 CHUNK_S: Final = 60.0  # longest time that is waited for the bytes of a chunk
 PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
 PARALLEL: Final = 8  # most chunks that are received at once
@@ -75,9 +78,10 @@ class Swarm:
         self._changed = asyncio.Event()
 
     async def fetch(self, version: SharedVersion, take: Take) -> None:
-        """Return once the node has every chunk; ``take`` stores a verified one.
+        """Return once the node has every chunk, or got none for ``PATIENCE_S`` although the registry answers:
+        then the registry alone may send the rest. ``take`` stores a verified chunk.
 
-        What arrives is shared at once. Raises Unavailable after ``PATIENCE_S`` without a chunk,
+        What arrives is shared at once. Raises Unavailable after ``PATIENCE_S`` without chunk and registry,
         IntegrityError for a chunk that the registry sent damaged twice, and what ``take`` raises and what
         refuses the reports.
         """
@@ -154,6 +158,7 @@ class _Fetch:
         self._queue: asyncio.Queue[ChunkOrder] = asyncio.Queue()
         self._peers: tuple[ChunkPeer, ...] = ()
         self._avoided: dict[str, float] = {}  # time until which a peer is avoided, by address
+        self._busy: dict[str, list[float]] = {}  # times of its answers "busy" since a chunk, by address
         self._damaged = Counter[int]()  # damaged receipts from the registry, by chunk
         self._is_tracked = True  # whether the registry answered last
         self._done = asyncio.Event()
@@ -186,7 +191,11 @@ class _Fetch:
             most = min(MAX_ORDERS, max(_LEAST_ORDERS, math.ceil(2.0 * wait_s * per_s)))
             before, before_s = len(self._lacking), now_s
             if now_s > self._moved_s + PATIENCE_S:
-                raise self._error
+                await self._report(0)  # what failed last is not lost with this fetch
+                if not self._is_tracked:
+                    raise self._error
+                log.warning("model_chunks.stalled", digest=self._version.digest, error=self._error.message)
+                return
 
     async def _report(self, wanted: int) -> float:
         """Return the time until the next report."""
@@ -242,6 +251,8 @@ class _Fetch:
         self._swarm.received_bytes["from_registry" if peer is None else "from_peer"] += wire_bytes
         version.add(index)
         del self._lacking[index]
+        if peer is not None:
+            self._busy.pop(peer.address, None)
         self._moved_s = self._clock.monotonic_s()
         if not self._lacking:
             self._done.set()
@@ -257,14 +268,29 @@ class _Fetch:
                 raise error
         # A peer that lacks a chunk misled the tracker; requested at random, it did not.
         is_guess = isinstance(error, NotFound) and self._open[index]
+        now_s = self._clock.monotonic_s()
         is_busy = isinstance(error, Unavailable) and error.retry_after_s is not None
+        if peer is not None and is_busy:
+            times = [*(at_s for at_s in self._busy.get(peer.address, ()) if at_s > now_s - AVOID_S), now_s]
+            self._busy[peer.address] = times
+            is_busy = len(times) < _MOST_BUSY or now_s < times[0] + BUSY_S
         address = "" if peer is None or is_guess or is_busy else peer.address
         if address:
-            self._avoided[address] = self._clock.monotonic_s() + AVOID_S
+            self._avoided[address] = now_s + AVOID_S
+            self._busy.pop(address, None)
+            self._drop_queued(address)
             log.warning("model_chunk.peer_failed", peer=address, chunk=index, error=repr(error))
         elif peer is None and isinstance(error, FairwayError):
             self._error = error
         self._version.failed.append(FailedChunk(index, address))
+
+    def _drop_queued(self, address: str) -> None:
+        """Drop what is queued of a peer: what is not reported as being fetched is ordered of others."""
+        for order in [self._queue.get_nowait() for _ in range(self._queue.qsize())]:
+            if order.peer is not None and order.peer.address == address:
+                del self._open[order.index]
+            else:
+                self._queue.put_nowait(order)
 
     async def _receive(self, index: int, peer: ChunkPeer | None, base: bytes | None) -> tuple[bytes, int]:
         """Return a verified chunk from a peer or the registry, and the bytes that were received for it.
@@ -280,13 +306,14 @@ class _Fetch:
             stall_s = STALL_S
             source = swarm.peers.read(peer, version.digest, index, version.base.digest)
         # The waits for this node's own rate do not count, since no source is to blame for them.
-        left_s = CHUNK_S
+        waited_s = 0.0
         async with aclosing(source) as pieces:
             while len(data) <= size_bytes:
                 began_s = self._clock.monotonic_s()
-                async with asyncio.timeout(min(stall_s, left_s)):
+                earned_s = CHUNK_S if peer is None else STALL_S + len(data) / LEAST_BYTES_PER_S
+                async with asyncio.timeout(min(stall_s, min(CHUNK_S, earned_s) - waited_s)):
                     piece = await anext(pieces, b"")
-                left_s -= self._clock.monotonic_s() - began_s
+                waited_s += self._clock.monotonic_s() - began_s
                 if not piece:
                     break
                 data += piece

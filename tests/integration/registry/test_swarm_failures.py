@@ -13,7 +13,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from fairway.v1 import registry_pb2
 from services.adapters.grpc.chunk_peers import ChunkPeers
+from services.adapters.model_files import swarm as node_side
 from services.adapters.model_files.swarm import PARALLEL
 from services.core.errors import (
     FairwayError,
@@ -61,6 +63,13 @@ class Refusing(RegistryServicer):
         if self.refusal is not None:
             raise self.refusal
         return await super().ExchangeChunks(request, context)
+
+
+class OrderingNothing(RegistryServicer):
+    """A registry whose tracker helps no node."""
+
+    async def ExchangeChunks(self, request: Any, context: Any) -> Any:
+        return registry_pb2.ExchangeChunksResponse()
 
 
 @pytest.fixture
@@ -204,6 +213,16 @@ async def test_what_a_swarm_sent_stays_when_it_takes_the_node_in_no_more(
         assert ratios == sorted(ratios)
         assert ratios[-1] == 1.0
         assert fleet.sent.total() <= len(fleet.sent) + PARALLEL, "more came twice than was on its way"
+
+
+async def test_a_fetch_that_a_tracker_does_not_help_comes_from_the_registry_alone(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_side, "PATIENCE_S", 0.5)
+    async with fleet_in(tmp_path, make_servicer=OrderingNothing) as fleet:
+        digest = await published(fleet, folder)
+        assert same(folder, await (await fleet.node("node")).fetch(digest))
+        assert fleet.copies(digest) == 1.0
 
 
 async def test_peers_that_send_no_chunks_are_replaced_by_the_registry(fleet: Fleet, folder: Path) -> None:

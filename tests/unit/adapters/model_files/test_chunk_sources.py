@@ -84,6 +84,76 @@ class Peers:
         yield self.contents[index]
 
 
+class Trickling(Peers):
+    """Sends a byte now and then."""
+
+    async def read(self, _: ChunkPeer, __: str, index: int, ___: str) -> AsyncGenerator[bytes, None]:
+        for at in range(len(self.contents[index])):
+            await asyncio.sleep(0.05)
+            yield self.contents[index][at : at + 1]
+
+
+class Busy(Peers):
+    """Answers that it sends as much as it can."""
+
+    async def read(self, _: ChunkPeer, __: str, index: int, ___: str) -> AsyncGenerator[bytes, None]:
+        self.waiting += 1
+        await asyncio.sleep(0.02)
+        raise Unavailable("too many chunks are being sent", retry_after_s=1.0)
+        yield b""
+
+
+class Believing(Registry):
+    """Orders from the source until it is reported, and then sends itself if it is to."""
+
+    sends = True
+
+    async def exchange_chunks(self, _: str, __: str, report: ChunkReport, **___: str) -> ChunkOrders:
+        if self.sends and any(failed.address for failed in report.failed):
+            self.source = None
+        return await super().exchange_chunks(_, __, report)
+
+
+@pytest.mark.parametrize("kind", [Trickling, Busy])
+async def test_a_peer_that_trickles_or_is_always_busy_is_reported_and_replaced(
+    kind: type[Peers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_side, "STALL_S", 0.2)
+    monkeypatch.setattr(node_side, "BUSY_S", 0.3)
+    monkeypatch.setattr(node_side, "PATIENCE_S", 2.0)
+    chunks = [str(number).encode() * 40 for number in range(20)]
+    registry = Believing(chunks, source=PEER)
+    swarm = await fetch(registry, kind(chunks))
+    assert {failed.address for failed in registry.failed} >= {PEER.address}
+    assert swarm.received_bytes.keys() == {"from_registry"}
+
+
+async def test_what_is_queued_of_a_peer_that_failed_is_not_requested_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_side, "STALL_S", 0.3)
+    monkeypatch.setattr(node_side, "_LEAST_ORDERS", 64)
+    chunks = [str(number).encode() * 40 for number in range(60)]
+    registry, peers = Believing(chunks, source=PEER), Peers(chunks)
+    peers.sends.clear()
+    await fetch(registry, peers)
+    assert peers.waiting == node_side.PARALLEL, "queued orders went to a peer that had failed"
+
+
+async def test_a_fetch_that_its_tracker_does_not_help_reports_what_failed_and_leaves_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_side, "STALL_S", 0.3)
+    monkeypatch.setattr(node_side, "PATIENCE_S", 0.2)  # it ends before the next report
+    chunks = [b"first", b"second"]
+    registry, peers = Believing(chunks, source=PEER), Peers(chunks)
+    registry.sends, registry.next_report_s = False, 0.6
+    peers.sends.clear()
+    with pytest.raises(AssertionError):  # of this test: not all chunks arrived
+        await fetch(registry, peers)
+    assert {failed.address for failed in registry.failed} == {PEER.address}
+
+
 async def fetch(registry: Registry, peers: Peers, base: ChunkBase | None = None, rate: int = 0) -> Swarm:
     """Return the swarm of a node that fetched the version."""
     node, clock = ChunkPeer("node:1"), SystemClock()
