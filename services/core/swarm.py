@@ -3,7 +3,9 @@
 A chunk that no node has goes from the registry to one node, the least served; every other copy comes from a
 node. Of the chunks that a node is offered the rarest is next, as in BitTorrent (Cohen, IPTPS 2003), from the
 holder in the node's zone that sends least. A node that was reported is avoided by the reporter, and
-left out for all once ``QUORUM`` nodes report it, of each of which only few reports count.
+left out for all once ``QUORUM`` reporters name it, of each of which only few reports count. At most half of
+the nodes are left out: a cut between zones looks like lies. While the others bring in nothing new, one that
+is left out gets from the registry what they lack, as a copy of its own that nobody waits for.
 
 The cost of an order does not grow with the nodes or the chunks: rarity is counted as reports arrive, of the
 holders of a chunk only a random sample is listed, and a node is offered a bounded part of what it lacks.
@@ -28,10 +30,11 @@ LEAST_COMING, MOST_COMING = 4, 512  # bounds of the chunks that are on their way
 QUORUM: Final = 2
 COUNTED_REPORTS: Final = 4  # reported nodes of one reporter that count at a time
 AVOID_S: Final = 60.0  # validity of a report of a node
-LEFT_OUT: Final = Backoff(60.0, 3600.0)
+LEFT_OUT: Final = Backoff(60.0, 600.0)
 ORDER_S: Final = 60.0  # time after which an order counts as lost, though its node still reports
 SILENT_S: Final = 10.0  # least time without a report after which a node is gone
 _LISTED: Final = 16  # holders of a chunk that are listed
+_CUT: Final = 16  # nodes that one avoids from which on it is cut off, if no other zone sends it chunks
 _OFFERED: Final = 256  # chunks that a node chooses from
 _TRIES: Final = 16
 _PEERS: Final = 16
@@ -94,6 +97,8 @@ class ChunkOrders:
 class _Node:
     peer: ChunkPeer
     state: bytearray  # what each chunk is to it
+    reporter: str = ""  # identity as which its reports count
+    far_s: float = 0.0  # time of the last chunk from another zone
     expires_s: float = 0.0
     has: int = 0
     offer: list[int] = field(default_factory=list)
@@ -127,12 +132,17 @@ class ChunkSwarm:
         self._nodes: dict[str, _Node] = {}
         self._listed: tuple[_Node, ...] = ()
         self._standings: dict[str, _Standing] = {}
+        self._counted: dict[str, dict[str, float]] = {}  # end of each report that counts, by reporter
+        self._out = 0
         self._count = [0] * chunks  # holders that are not left out
         self._holders: list[list[_Node]] = [[] for _ in range(chunks)]
         self._released: list[int] = []  # chunks in the order in which they got a first holder
+        self._released_s = float("-inf")
         # Chunks without a holder that come to no node, the next one first.
         self._unsent = OrderedDict[int, None].fromkeys(range(chunks))
         self._coming: dict[int, int] = {}  # orders from the registry, by chunk
+        # The registry as the source of copies for one node alone: such an order keeps no chunk from others.
+        self._aside = _Node(ChunkPeer(""), bytearray())
         self._most_coming = LEAST_COMING
         self._came = 0  # chunks that came from the registry since the last look
         self._mean_given = 0.0
@@ -143,9 +153,15 @@ class ChunkSwarm:
     def nodes(self) -> int:
         return len(self._nodes)
 
-    def exchange(self, report: ChunkReport, now_s: float) -> ChunkOrders:
+    @property
+    def reported_s(self) -> float:
+        """Time of the last report, to ``_LOOK_S``; minus infinity before the first."""
+        return self._looked_s
+
+    def exchange(self, report: ChunkReport, now_s: float, reporter: str = "") -> ChunkOrders:
         """Take a report in and return what its node is to fetch next. Indexes are below ``chunks``.
 
+        ``reporter`` is the proven identity of the caller, by default its address.
         Raises OverQuota for a node more than ``MAX_NODES``.
         """
         self._look(now_s)
@@ -156,6 +172,7 @@ class ChunkSwarm:
             node = self._join(report, node)
         if node is None:
             return ChunkOrders(peers=self._some_peers(), resend=True)
+        node.reporter = reporter or report.node.address
         for index in report.gained:
             self._gain(node, index)
         for failed in report.failed:
@@ -185,7 +202,8 @@ class ChunkSwarm:
                 self._leave(node)
                 continue
             standing = self._standings.get(node.peer.address)
-            if node.is_out and standing is not None and standing.out_until_s <= now_s:
+            is_over = standing is not None and standing.out_until_s <= now_s
+            if node.is_out and (is_over or 2 * self._out > len(self._nodes)):
                 self._let_in(node)
             for index in [each for each, (_, at_s) in node.ordered.items() if at_s + ORDER_S <= now_s]:
                 self._drop(node, index)
@@ -195,6 +213,7 @@ class ChunkSwarm:
             for address, one in self._standings.items()
             if one.out_until_s + LEFT_OUT.longest_s(one.times) > now_s or max(one.reporters.values()) > now_s
         }
+        self._counted = {who: ends for who, ends in self._counted.items() if max(ends.values()) > now_s}
         if len(self._released) > 2 * self.chunks + _OFFERED:  # holders came and went
             self._released = [index for index in range(self.chunks) if self._count[index]]
             for node in self._nodes.values():
@@ -209,6 +228,8 @@ class ChunkSwarm:
             assert holders == self._count[index], f"chunk {index} has {holders} holders"
         sending = [source for n in self._nodes.values() for source, _ in n.ordered.values() if source]
         assert all(node.sending == sending.count(node) <= UPLOADS for node in self._nodes.values())
+        assert self._aside.sending == sending.count(self._aside) <= MOST_COMING
+        assert self._out == sum(node.is_out for node in self._nodes.values())
         assert sum(self._coming.values()) <= MOST_COMING
         assert self._fetching == sum(node.has < self.chunks for node in self._nodes.values())
         lost = {i for i in range(self.chunks) if not self._count[i]} - self._coming.keys()
@@ -223,8 +244,10 @@ class ChunkSwarm:
             self._leave(before)
             node.given, node.avoids = before.given, before.avoids
         standing = self._standings.get(report.node.address)
-        node.is_out = standing is not None and standing.out_until_s > self._looked_s
         self._nodes[report.node.address] = node
+        until_s = 0.0 if standing is None else standing.out_until_s
+        node.is_out = until_s > self._looked_s and self._may_leave_out
+        self._out += node.is_out
         self._fetching += 1
         for index in indexes_of(report.have):
             self._gain(node, index)
@@ -238,11 +261,16 @@ class ChunkSwarm:
             self._drop(node, index)
         if not node.is_out:
             self._uncount(node)
+        self._out -= node.is_out
         node.is_gone = True
 
     def _gain(self, node: _Node, index: int) -> None:
         if index in node.ordered:
-            self._came += node.ordered[index][0] is None
+            source = node.ordered[index][0]
+            if source is None or source is self._aside:
+                self._came += 1
+            elif source.peer.zone != node.peer.zone:
+                node.far_s = self._looked_s
             self._end(node, index)
         if node.state[index] == _HAS:
             return
@@ -261,6 +289,7 @@ class ChunkSwarm:
         self._count[index] += 1
         if self._count[index] == 1:
             self._released.append(index)
+            self._released_s = self._looked_s
             self._unsent.pop(index, None)
 
     def _drop(self, node: _Node, index: int) -> None:
@@ -290,24 +319,34 @@ class ChunkSwarm:
                     self._unsent[index] = None
 
     def _accuse(self, node: _Node, accused: _Node, now_s: float) -> None:
-        """Avoid the accused for this node; leave it out for all if enough nodes report it."""
+        """Avoid the accused for this node; leave it out for all if enough reporters name it."""
         address, until_s = accused.peer.address, now_s + AVOID_S
         node.avoids = {other: end_s for other, end_s in node.avoids.items() if end_s > now_s}
         node.avoids[address] = until_s
-        if len(node.avoids) > COUNTED_REPORTS and address not in list(node.avoids)[:COUNTED_REPORTS]:
+        before = self._counted.get(node.reporter, {})
+        counted = {other: end_s for other, end_s in before.items() if end_s > now_s}
+        if len(counted) >= COUNTED_REPORTS and address not in counted:
             return
+        counted[address] = until_s
+        self._counted[node.reporter] = counted
         one = self._standings.setdefault(address, _Standing())
         one.reporters = {other: end_s for other, end_s in one.reporters.items() if end_s > now_s}
-        one.reporters[node.peer.address] = until_s
-        if len(one.reporters) >= QUORUM and not accused.is_out:
+        one.reporters[node.reporter] = until_s
+        if len(one.reporters) >= QUORUM and not accused.is_out and self._may_leave_out:
             one.out_until_s = now_s + LEFT_OUT.longest_s(one.times)
             one.times += 1
-            one.reporters = {node.peer.address: now_s}  # the next time needs a new quorum
+            one.reporters = {node.reporter: now_s}  # the next time needs a new quorum
             accused.is_out = True
+            self._out += 1
             self._uncount(accused)
+
+    @property
+    def _may_leave_out(self) -> bool:
+        return 2 * (self._out + 1) <= len(self._nodes)
 
     def _let_in(self, node: _Node) -> None:
         node.is_out = False
+        self._out -= 1
         for index, state in enumerate(node.state):
             if state == _HAS:
                 self._add_holder(index)
@@ -316,8 +355,8 @@ class ChunkSwarm:
 
     def _orders(self, node: _Node, wanted: int, now_s: float) -> tuple[ChunkOrder, ...]:
         orders: list[ChunkOrder] = []
-        fresh = 0 if node.is_out else max(1, self._most_coming // max(1, self._fetching))
-        while min(fresh, wanted) > len(orders) and node.given <= self._mean_given + 1:
+        fresh = max(1, self._most_coming // max(1, self._fetching))
+        while min(fresh, wanted) > len(orders) and not node.is_out and node.given <= self._mean_given + 1:
             if (order := self._fresh(node, now_s)) is None:
                 break
             orders.append(order)
@@ -332,11 +371,12 @@ class ChunkSwarm:
 
     def _fresh(self, node: _Node, now_s: float) -> ChunkOrder | None:
         """Return a chunk that no node has, and that comes to none yet."""
-        if len(self._coming) >= self._most_coming:
+        coming = self._aside.sending if node.is_out else len(self._coming)
+        if coming >= self._most_coming or (node.is_out and now_s < self._released_s + SILENT_S):
             return None
         for index in list(islice(self._unsent, _TRIES)):
             if node.state[index] in (_UNSEEN, _OFFER):
-                return self._order(node, index, None, now_s)
+                return self._order(node, index, self._aside if node.is_out else None, now_s)
             self._unsent.move_to_end(index)
         return None
 
@@ -349,6 +389,8 @@ class ChunkSwarm:
         offer = sorted(offer[begin:] + offer[:begin], key=count.__getitem__)
         left: list[int] = []
         tries = 2 * wanted + _TRIES
+        avoided = sum(end_s > now_s for end_s in node.avoids.values())
+        is_cut = avoided >= _CUT and node.far_s + SILENT_S < now_s  # the many that lie or die are not a cut
         for index in offer:
             if node.state[index] != _OFFER:
                 continue  # it came another way
@@ -357,31 +399,34 @@ class ChunkSwarm:
                 continue
             if tries and len(orders) < wanted:
                 tries -= 1
-                source, is_avoided = self._source(node, index, now_s)
-                if source is not None or (is_avoided and len(self._coming) < self._most_coming):
+                if (source := self._source(node, index, now_s, is_cut=is_cut)) is not None:
                     orders.append(self._order(node, index, source, now_s))
                     continue
             left.append(index)
         node.offer = left
         return orders
 
-    def _source(self, node: _Node, index: int, now_s: float) -> tuple[_Node | None, bool]:
-        """Return the best holder that can send, and whether there is none because the node avoids them."""
+    def _source(self, node: _Node, index: int, now_s: float, *, is_cut: bool) -> _Node | None:
+        """Return the best holder that can send; the registry where the node avoids all of them, or is cut
+        off and has none in its zone."""
         holders = self._holders[index]
         if not any(not (peer.is_out or peer.is_gone) for peer in holders):  # the sample has none that count
             found = (p for p in self._listed if p.state[index] == _HAS and not (p.is_out or p.is_gone))
             holders[:] = islice(found, _LISTED)
-        best, zone, is_far, least, avoided = None, node.peer.zone, True, UPLOADS, 0
+        best, zone, least, avoided = None, node.peer.zone, (True, True, UPLOADS), 0
         for peer in holders:
-            if peer.is_out or peer.is_gone or peer is node:
+            # Nodes that are left out send each other chunks: in a cut they are the rest of a zone.
+            if peer.is_gone or peer is node or (peer.is_out and not node.is_out):
                 continue
             if node.avoids and node.avoids.get(peer.peer.address, 0.0) > now_s:
-                avoided += 1
+                avoided += not peer.is_out
             elif peer.sending < UPLOADS:
-                far = peer.peer.zone != zone
-                if far < is_far or (far == is_far and peer.sending < least):
-                    best, is_far, least = peer, far, peer.sending
-        return best, best is None and avoided >= self._count[index] > 0
+                cost = (peer.peer.zone != zone, peer.is_out, peer.sending)
+                if cost < least:
+                    best, least = peer, cost
+        is_lost = best is None and avoided >= self._count[index]
+        needs_registry = is_lost or (is_cut and least[0])
+        return self._aside if needs_registry and self._aside.sending < self._most_coming else best
 
     def _fill(self, node: _Node) -> None:
         """Offer the node chunks that have a holder, from a random position on, so that nodes differ."""
@@ -404,9 +449,11 @@ class ChunkSwarm:
         node.ordered[index] = (source, now_s)
         if source is not None:
             source.sending += 1
-            return ChunkOrder(index, source.peer)
-        self._coming[index] = self._coming.get(index, 0) + 1
-        self._unsent.pop(index, None)
+            if source is not self._aside:
+                return ChunkOrder(index, source.peer)
+        else:
+            self._coming[index] = self._coming.get(index, 0) + 1
+            self._unsent.pop(index, None)
         node.given += 1
         return ChunkOrder(index)
 

@@ -21,6 +21,7 @@ from services.rpc.convert.registry import (
     report_from_proto,
     version_to_proto,
 )
+from services.rpc.peers import PeerRules
 from services.runtime.identity import principal
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -63,8 +64,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: pb.ExchangeChunksRequest, context: Context
     ) -> pb.ExchangeChunksResponse:
         report = report_from_proto(request)
+        base, who = request.base_digest, PeerRules.identity(context)
         orders = await self._service.tracker.exchange(
-            request.model, request.version_digest, report, base_digest=request.base_digest
+            request.model, request.version_digest, report, base_digest=base, reporter=who
         )
         return orders_to_proto(orders)
 

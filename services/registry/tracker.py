@@ -15,6 +15,7 @@ from services.core.swarm import ChunkOrders, ChunkReport, ChunkSwarm
 from services.ports.clock import Clock
 
 MAX_SWARMS: Final = 256
+SILENT_S: Final = 180.0  # time without a report after which a swarm is gone: three of a complete node's
 DOWNLOADS: Final = 64
 _WAITING: Final = 8  # downloads that wait, by downloads that run
 
@@ -33,13 +34,16 @@ class ChunkTracker:
         self._swarms: OrderedDict[tuple[str, str], ChunkSwarm] = OrderedDict()
 
     async def exchange(
-        self, model: str, digest: str, report: ChunkReport, *, base_digest: str = ""
+        self, model: str, digest: str, report: ChunkReport, *, base_digest: str = "", reporter: str = ""
     ) -> ChunkOrders:
         """Return what the reporting node is to fetch next. Nodes that have one base form a swarm.
 
+        ``reporter`` is the identity in the caller's certificate; empty without one.
         Raises ModelNotFound, OverQuota, InvalidInput for chunks that the version lacks.
         """
-        key = digest, base_digest
+        key, now_s = (digest, base_digest), self._clock.monotonic_s()
+        while self._swarms and next(iter(self._swarms.values())).reported_s + SILENT_S <= now_s:
+            self._swarms.popitem(last=False)
         if key not in self._swarms:
             chunks = len(distinct_chunks((await self._readable(model, digest)).files))
             self._swarms.setdefault(key, ChunkSwarm(chunks, Random(self._rng.random())))
@@ -51,7 +55,7 @@ class ChunkTracker:
         is_wide = report.have and int.from_bytes(report.have, "little") >> swarm.chunks
         if is_wide or max(indexes, default=0) >= swarm.chunks:
             raise InvalidInput(f"the version has {swarm.chunks} chunks", field="have")
-        return swarm.exchange(report, self._clock.monotonic_s())
+        return swarm.exchange(report, self._clock.monotonic_s(), reporter)
 
 
 class DownloadTurns:

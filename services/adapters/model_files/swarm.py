@@ -38,8 +38,7 @@ Take = Callable[[int, bytes], Awaitable[None]]
 
 STALL_S: Final = 5.0  # time without a byte after which a peer has stalled
 LEAST_BYTES_PER_S: Final = PIECE_BYTES  # rate of a peer after STALL_S; a bounded node sends at 8 times it
-BUSY_S: Final = 15.0  # time without a chunk after which a peer that answered "busy" _MOST_BUSY times failed
-_MOST_BUSY: Final = 3
+BUSY_S: Final = 15.0  # time without a chunk after which a peer that answered "busy" thrice has failed
 CHUNK_S: Final = 60.0  # longest time that is waited for the bytes of a chunk
 PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
 PARALLEL: Final = 8  # most chunks that are received at once
@@ -273,7 +272,7 @@ class _Fetch:
         if peer is not None and is_busy:
             times = [*(at_s for at_s in self._busy.get(peer.address, ()) if at_s > now_s - AVOID_S), now_s]
             self._busy[peer.address] = times
-            is_busy = len(times) < _MOST_BUSY or now_s < times[0] + BUSY_S
+            is_busy = len(times) < 3 or now_s < times[0] + BUSY_S
         address = "" if peer is None or is_guess or is_busy else peer.address
         if address:
             self._avoided[address] = now_s + AVOID_S

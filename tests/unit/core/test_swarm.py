@@ -150,6 +150,66 @@ def test_one_reporter_removes_no_peer_and_two_remove_few() -> None:
     assert len(out) == COUNTED_REPORTS
 
 
+def test_a_reporter_counts_once_under_however_many_addresses_it_reports() -> None:
+    swarm, honest = ChunkSwarm(4, Random(1)), [ChunkPeer(f"n{number}") for number in range(8)]
+    for peer in honest:
+        swarm.exchange(ChunkReport(peer, have=b"\x0f"), 0.0, peer.address)
+    slander = tuple(FailedChunk(0, peer.address) for peer in honest)
+    for number in range(8):
+        invented = ChunkPeer(f"invented-{number}")
+        swarm.exchange(ChunkReport(invented, have=b"\0", failed=slander), 0.0, "stolen")
+    assert swarm._out == 0
+    for name in ("stolen", "another"):  # two certificates, and again some addresses
+        for number in range(8):
+            invented = ChunkPeer(f"{name}-{number}")
+            swarm.exchange(ChunkReport(invented, have=b"\0", failed=slander[::-1]), 0.0, name)
+    assert swarm._out <= COUNTED_REPORTS
+    swarm.check_integrity()
+
+
+def test_at_most_half_of_the_nodes_are_left_out_and_those_get_copies_of_their_own() -> None:
+    chunks = 2 * LEAST_COMING
+    nodes = Nodes(chunks)
+    names = [f"n{number}" for number in range(4)]
+    for name in names:
+        nodes.join(name, 0)
+    for name in names:
+        nodes.report(name, failed=tuple(FailedChunk(0, other) for other in names if other != name))
+    out = [name for name in names if nodes.swarm._nodes[name].is_out]
+    assert len(out) == 2
+    assert nodes.report(out[0], wanted=chunks).orders == (), "the others may bring new chunks in"
+    nodes.at(SILENT_S + 2.0)
+    orders = nodes.report(out[0], wanted=chunks).orders
+    nodes.swarm.check_integrity()
+    assert any(order.peer is None for order in orders), "it gets nothing"
+    kept = [name for name in names if name not in out]
+    first = nodes.report(kept[0], wanted=chunks).orders
+    assert {order.index for order in first} >= {order.index for order in orders}, (
+        "a node that is left out keeps a chunk from others"
+    )
+    for name in kept:
+        del nodes.has[name]
+    nodes.at(3.0 * SILENT_S)
+    assert sum(node.is_out for node in nodes.swarm._nodes.values()) == 1, "more than half are left out"
+    nodes.swarm.check_integrity()
+
+
+def test_a_majority_that_lies_excludes_nobody_for_good() -> None:
+    nodes = Nodes(30)
+    honest, liars = [f"h{number}" for number in range(3)], [f"l{number}" for number in range(5)]
+    orders = {name: nodes.join(name, 0).orders for name in honest}
+    for name in liars:
+        nodes.join(name)
+    for _ in range(200):
+        nodes.now_s += 1.0
+        for name in liars:
+            nodes.report(name, failed=tuple(FailedChunk(0, other) for other in honest))
+        for name in honest:
+            orders[name] = nodes.step(name, orders[name]).orders
+        nodes.swarm.check_integrity()
+    assert [len(nodes.has[name]) for name in honest] == [30] * 3
+
+
 def test_a_bitmap_sent_again_does_not_clear_a_name() -> None:
     nodes = Nodes(4)
     for name in ("liar", "a", "b"):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,8 +14,12 @@ from services.core.errors import InvalidInput, ModelNotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.swarm import ChunkPeer, ChunkReport, FailedChunk
 from services.registry import tracker as module
-from services.registry.tracker import ChunkTracker, DownloadTurns
+from services.registry.servicer import RegistryServicer
+from services.registry.tracker import SILENT_S, ChunkTracker, DownloadTurns
+from services.rpc.convert.registry import report_to_proto
 from services.runtime.clock import SystemClock
+from tests.support.certificates import authority_in, identity_of
+from tests.support.clocks import HandClock
 
 NODE = ChunkPeer("a:1")
 DIGEST = sha256_of(b"version")
@@ -51,6 +58,33 @@ async def test_swarms_are_of_versions_that_exist_and_bounded(monkeypatch: pytest
     for number in range(4):
         await tracker.exchange("m", sha256_of(bytes([number])), ChunkReport(NODE, have=b"\0"))
     assert len(tracker._swarms) == 2
+
+
+async def test_a_swarm_without_reports_is_dropped() -> None:
+    clock = HandClock()
+    tracker = ChunkTracker(readable, clock, Random(1))
+    old, new = sha256_of(b"old"), sha256_of(b"new")
+    for digest in (old, new):
+        await tracker.exchange("m", digest, ChunkReport(NODE, have=b"\0"))
+    for _ in range(4):
+        clock.now_s += SILENT_S / 3
+        await tracker.exchange("m", new, ChunkReport(NODE))
+    assert tracker._swarms.keys() == {(new, "")}
+
+
+async def test_the_reporter_is_the_identity_in_the_certificate(tmp_path: Path) -> None:
+    """Whatever address it claims: one certificate is one reporter."""
+    certificate = identity_of(authority_in(tmp_path), "worker", "worker-0").chain_pem
+    context = SimpleNamespace(auth_context=lambda: {"x509_pem_cert": [certificate]})
+    tracker = ChunkTracker(readable, SystemClock(), Random(1))
+    servicer = RegistryServicer(cast(Any, SimpleNamespace(tracker=tracker)))
+    for address in ("a:1", "b:1"):
+        report = ChunkReport(ChunkPeer(address), have=b"\0")
+        request = report_to_proto(report, model="m", version_digest=DIGEST)
+        await servicer.ExchangeChunks(request, cast(Any, context))
+    (swarm,) = tracker._swarms.values()
+    (reporter,) = {node.reporter for node in swarm._nodes.values()}
+    assert reporter.endswith("/worker/worker-0")
 
 
 async def test_downloads_run_a_few_at_once_and_only_some_wait() -> None:
