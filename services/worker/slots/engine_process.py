@@ -44,6 +44,7 @@ from services.worker.engine_protocol import (
     LoadFailed,
     Progress,
     Ready,
+    ReplaceWeights,
     Resized,
     Shutdown,
     Stepped,
@@ -125,7 +126,8 @@ class Refusal(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """Seconds. ``silence_s``: the longest time without a message from a running engine (usually 1 s)."""
+    """Seconds. ``silence_s``: the longest time without a message from a running engine (usually 1 s);
+    ``load_silence_s``: from one that loads or replaces its weights."""
 
     load_s: float = 1800.0
     load_silence_s: float = 300.0
@@ -277,6 +279,7 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._page: StepPage | None = None
         self._ready = False
+        self._replacing = False  # it was sent weights, and has not answered
         self._full_step_s = 0.0
         self._stopping = False
         self._refused: LoadFailed | None = None
@@ -332,6 +335,7 @@ class EngineProcess:
             self.kill("the engine does not read its commands")
             return False
         transport.write(encode(command))
+        self._replacing = self._replacing or isinstance(command, ReplaceWeights)
         return True
 
     async def stop(self) -> None:
@@ -489,13 +493,13 @@ class EngineProcess:
                 self.kill("the engine closed its connection")
             elif not self._ready and now_s - self._started_s > self._timeouts.load_s:
                 self.kill(f"loading took longer than {self._timeouts.load_s:g} s")
-            elif now_s - self._last_message_s > (
-                self._patience_s() if self._ready else self._timeouts.load_silence_s
-            ):
+            elif now_s - self._last_message_s > self._patience_s():
                 self.kill(f"no message for {now_s - self._last_message_s:.1f} s")
 
     def _patience_s(self) -> float:
         """Return the silence after which it is killed; its sequences are handed back earlier."""
+        if self._replacing or not self._ready:
+            return self._timeouts.load_silence_s
         return max(self._timeouts.silence_s, 2 * ABANDON_STEPS * self._full_step_s)
 
     def _on_event(self, event: Event) -> None:
@@ -510,6 +514,7 @@ class EngineProcess:
             case AdapterLoaded() | AdapterRefused():
                 self._events.on_adapter(event)
             case WeightsReplaced() | WeightsRefused():
+                self._replacing = False
                 self._events.on_weights(event)
             case BatchRan() | BatchRaised():
                 self._events.on_batch(event)

@@ -58,6 +58,7 @@ class ReceivedEvents:
             on_stepped=self._stepped,
             on_heartbeat=lambda event: self.events.append("heartbeat"),
             on_resized=lambda event: self.events.append(f"resized {event.kv_blocks_total}"),
+            on_weights=lambda event: self.events.append("replaced"),
             on_exit=self._exited,
         )
 
@@ -212,6 +213,17 @@ async def test_every_way_to_go_wrong_is_a_crash_with_its_reason(start: Start) ->
         assert isinstance(exit_, Crashed)
         assert message in exit_.message
         assert not alive(engine.pid)
+
+
+async def test_a_replacement_of_weights_may_be_silent_as_long_as_a_load(start: Start) -> None:
+    script = "say(READY); agent.recv(1); time.sleep(5); say(wire.WeightsReplaced(5.0)); time.sleep(60)"
+    engine, received = await start(script, timeouts=replace(PATIENT, silence_s=2.0))
+    await received.ready()
+    engine.send(wire.ReplaceWeights("/weights"))
+    exit_ = await received.ended()
+    assert "replaced" in received.events, exit_
+    assert isinstance(exit_, Crashed)
+    assert "no message for" in exit_.message, "the patience ends with the replacement"
 
 
 async def test_an_exit_for_want_of_memory_is_named(start: Start) -> None:
