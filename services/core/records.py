@@ -655,6 +655,7 @@ class VersionRecord:
     engine_problems: dict[str, str] = field(default_factory=dict)
     base_model: str = ""  # model of an adapter's base; empty: no adapter
     base_digest: str = ""  # version that an adapter changes; empty: no adapter
+    kind: str = ""  # kind that its manifest states; empty: of a version that was registered without it
 
     @property
     def engine(self) -> str:

@@ -212,6 +212,7 @@ class RegistryService:
             problems,
             manifest.base_model,
             manifest.base_digest,
+            manifest.kind,
         )
         for _ in range(_TRIES):
             await self._keep_manifest(record.digest, body)

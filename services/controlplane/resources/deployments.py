@@ -275,12 +275,21 @@ class Deployments:
                 f"executor {executor} runs on one device: tensor_parallel and pipeline_parallel are for vllm",
                 field="deployment.tensor_parallel",
             )
-        if deployment.in_place_s is not None and executor not in _WITH_WEIGHTS:
+        if deployment.in_place_s is not None and (kept := _keeps_weights(version, executor)):
             raise InvalidInput(
-                f"executor {executor} has no weights to replace in place: leave in_place out",
+                f"{kept} has no weights to replace in place: leave in_place out",
                 field="deployment.in_place",
             )
         return replace(deployment, version_digest=version.digest, executor=executor), together
+
+
+def _keeps_weights(version: VersionRecord, executor: str) -> str:
+    """Return what of a version has no weights that could be replaced; empty where it has."""
+    if executor not in _WITH_WEIGHTS:
+        return f"executor {executor}"
+    if version.base_digest:
+        return "an adapter"
+    return "a fixed-cost model" if version.kind == "fixed-cost" else ""
 
 
 def _require_no_workers(pack: Deployment) -> None:

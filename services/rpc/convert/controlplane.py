@@ -213,7 +213,7 @@ _VERSION: Final = Mirror(
     VersionRecord,
     pb.ModelVersion,
     {"digest": Pair("version_digest"), "create_unix_s": Pair("create_time", timestamp, seconds_of)},
-    apart=("computation", "engine_problems", "base_model", "base_digest"),
+    apart=("computation", "engine_problems", "base_model", "base_digest", "kind"),
 )
 _TAG: Final = Mirror(Tag, pb.ModelTag, {"digest": Pair("version_digest")})
 _WORKER: Final = Mirror(

@@ -54,7 +54,7 @@ _VERSION: Final = Mirror(
     VersionRecord,
     registry_pb2.Version,
     {"create_unix_s": Pair("create_time", timestamp, lambda moment: moment.ToMicroseconds() / 1_000_000)},
-    apart=("computation", "engine_problems", "base_model", "base_digest"),
+    apart=("computation", "engine_problems", "base_model", "base_digest", "kind"),
 )
 record_from_proto: Final = _VERSION.from_proto
 

@@ -299,6 +299,11 @@ class WorkerAgent:
             if (slot := self._slots.get(digest)) is not None:
                 slot.pace(version.itl_target_s)
                 slot.in_place = version.in_place
+                slot.has_before = any(
+                    one.phase in RESIZABLE and one.version.deployment == version.deployment
+                    for one in self._slots.values()
+                    if one is not slot
+                )
                 slot.deployments = users_of(self._assigned.versions, digest)
         observed = {digest: slot.observed(drain_s=left_s) for digest, slot in self._slots.items()}
         self._share_memory(desired, observed)

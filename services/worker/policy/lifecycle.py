@@ -65,6 +65,8 @@ class Slot:
     needed_bytes: int = 0
     # No attempt of a BROKEN one would succeed.
     final: bool = False
+    # It is final because it failed to replace the weights of the version before.
+    failed_in_place: bool = False
     # The engine of a BROKEN or LOADING one had run before.
     restarting: bool = False
 
@@ -177,7 +179,7 @@ def plan(
         if version is not None and version.retiring:
             warm = unix_s < version.warm_until_unix_s and not short
             leaving += _retire(slot, now_s, retire_s, warm=warm)
-        elif version is not None and version.engine == slot.version.engine and not _reopens(slot, version):
+        elif version is not None and not _reopens(slot, version, observed):
             kept.append((version.priority.rank, slot))
         else:
             leaving += _remove(slot, now_s)
@@ -207,8 +209,14 @@ def plan(
     return (*leaving, *coming)
 
 
-def _reopens(slot: Slot, version: AssignedVersion) -> bool:
-    """Return whether an operator changed how a version is loaded that failed for good."""
+def _reopens(slot: Slot, version: AssignedVersion, observed: Sequence[Slot]) -> bool:
+    """Return whether it starts over: an operator changed its engine, or how a version is loaded that failed
+    for good, or the version before has left, whose weights it failed to replace."""
+    if version.engine != slot.version.engine:
+        return True
+    others = {one.version.deployment for one in observed if one is not slot}
+    if slot.failed_in_place and slot.version.deployment not in others:
+        return True
     return slot.final and (version.in_place is None) != (slot.version.in_place is None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +46,7 @@ log = structlog.get_logger()
 
 CALM_S: Final = 60.0  # an engine that ran this long resets the count of crashes
 PROGRESS_STEP: Final = 0.05
+_BESIDE: Final = "`fairway deployments update --in-place off` loads it beside"
 # The message of a version while its engine loads, by the phase that the engine reports.
 _LOADING_STEPS: Final = {
     "import": "importing torch",
@@ -64,15 +66,21 @@ class Failures:
         self._clock = clock
         self.count = 0
         self.final = False  # a restart does not fix the last one
+        self.in_place = False  # the last one was of a replacement, which may have ended an engine that served
         self.reason = ""  # reason of the last one, until READY
         self.retry_at_s = 0.0
         self.retry_unix_s = 0.0  # 0: time alone does not help
 
-    def add(self, reason: str, *, final: bool) -> None:
+    @property
+    def lasts(self) -> bool:
+        """Whether no time is set for another attempt of the same."""
+        return self.final and (self.in_place or self.reason in FINAL_REASONS)
+
+    def add(self, reason: str, *, final: bool, in_place: bool = False) -> None:
         """Count a failure and set the time of the next attempt."""
         settings = self._settings
         self.count += 1
-        self.final, self.reason = final, reason
+        self.final, self.reason, self.in_place = final, reason, in_place
         first_s, most_s = (
             (settings.failed_backoff_first_s, settings.failed_backoff_most_s)
             if final
@@ -80,7 +88,7 @@ class Failures:
         )
         retry_s = backoff_s(self.count, first_s=first_s, most_s=most_s)
         self.retry_at_s = self._clock.monotonic_s() + retry_s
-        timed = not (final and (reason in FINAL_REASONS or reason == DoesNotFit.reason))
+        timed = not (self.lasts or (final and reason == DoesNotFit.reason))
         self.retry_unix_s = self._clock.unix_s() + retry_s if timed else 0.0
 
     def passed(self) -> None:
@@ -102,6 +110,7 @@ class VersionSlot:
         self.promised_itl_s = version.itl_target_s  # target that an objective promises; 0: none does
         self.gone = False
         self.in_place = version.in_place  # how it replaces the version before, as assigned now
+        self.has_before = False  # whether another version of its deployment serves here now
         self.deployments: frozenset[str] = frozenset()  # deployments that it is assigned for and not retiring
         self._context = context
         context.telemetry.expect(version.deployment)
@@ -186,7 +195,8 @@ class VersionSlot:
             granted_bytes=0 if grant is None or not self.leads else grant.bytes,
             unbooked=self.version.executor != "null" and grant is None,
             needed_bytes=self._needed_bytes(),
-            final=self.failures.final and self.failures.reason in FINAL_REASONS,
+            final=self.failures.lasts,
+            failed_in_place=self.failures.lasts and self.failures.in_place,
             restarting=not self.failures.final and self.files.folder is not None,
         )
 
@@ -282,11 +292,12 @@ class VersionSlot:
             folder = self.files.folder
             assert folder is not None, "checked files have no folder"
             if await self.files.kind() == "fixed-cost":
+                self._require_beside("a fixed-cost model")
                 await self._start_batcher(folder)
                 return
             await self._start_engine(folder)
         except ReplacementFailed as failed:
-            self._break(failed.reason, failed.message, failed=True)
+            self._break(failed.reason, failed.message, failed=True, in_place=True)
         except FairwayError as error:
             self._break(error.reason, error.message, failed=not isinstance(error, Unavailable))
 
@@ -298,6 +309,8 @@ class VersionSlot:
         if shares:  # a null engine computes nothing that an adapter could change
             self.adapter_bytes = await self.files.adapter_bytes(folder, self._bytes_per_value)
             self.adapter_bytes *= max(1, self.version.tensor_parallel)  # each rank has at most the whole
+            if self.adapter_bytes:
+                self._require_beside("an adapter")
         assert isinstance(self.engine, VersionEngine), "a version has one kind"
         if computation and self.in_place is not None and await self._took_over(folder, computation):
             return
@@ -306,6 +319,11 @@ class VersionSlot:
         if engine.enter(self):
             with engine.starts(self):
                 await engine.start(await self._config(folder), vocabulary)
+
+    def _require_beside(self, what: str) -> None:
+        """Raises NotReplaceable if it is to replace the weights of a version that serves here."""
+        if self.in_place is not None and self.has_before and not self.restarting:
+            raise NotReplaceable(f"{what} replaces no weights: {_BESIDE}")
 
     async def _took_over(self, folder: Path, computation: str) -> bool:
         """Return whether it replaced the weights of its deployment's version before, if that is served here.
@@ -320,11 +338,10 @@ class VersionSlot:
             if engines.is_coming(self.version):
                 raise Unavailable("the version before starts again; its weights are replaced after that")
             return False
-        engine, old = before.engine, before.files.folder
+        engine = before.engine
         assert isinstance(engine, VersionEngine), "rows have no shared engine"
-        parts = {} if old is None else await before.files.parts(old)
         why = obstacle(
-            parts,
+            await self._parts_of(before),
             await self.files.parts(folder),
             deployment=self.version.deployment,
             users=before.deployments,
@@ -332,12 +349,35 @@ class VersionSlot:
             nodes=self._nodes,
         )
         if why:
-            raise NotReplaceable(f"{why}: `fairway deployments update --in-place off` loads it beside")
+            raise NotReplaceable(f"{why}: {_BESIDE}")
         if engines.before(self.version) is not before:
             raise Unavailable("the version before starts again; its weights are replaced after that")
         self._enter(VersionPhase.LOADING, f"requests of {before.digest[:19]} finish")
         await engine.replace(before, self, folder, name)
         return True
+
+    async def _parts_of(self, before: VersionSlot) -> Mapping[str, str]:
+        """Return the parts of the version before. If its files were deleted, the next attempt fetches them.
+
+        Raises NotReplaceable, and Unavailable that names it.
+        """
+        files = before.files
+        try:
+            if files.folder is None:  # it may start again meanwhile, and then uses its own
+                files = self._context.files(before.version)
+                await files.fetch(self._note_progress)
+            assert files.folder is not None, "fetched files have no folder"
+            return await files.parts(files.folder)
+        except NotReplaceable:
+            raise
+        except FairwayError as error:
+            if isinstance(error, FailedPrecondition):
+                before.files.unpin()
+            whose = f"{before.digest[:19]}, whose weights are replaced"
+            raise Unavailable(f"the files of {whose}, cannot be read: {error.message}") from error
+        finally:
+            if files is not before.files:
+                files.unpin()
 
     @property
     def _nodes(self) -> int:
@@ -484,11 +524,11 @@ class VersionSlot:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _break(self, reason: str, message: str, *, failed: bool) -> None:
+    def _break(self, reason: str, message: str, *, failed: bool, in_place: bool = False) -> None:
         """Record a failure, and the time of the next attempt if a retry can help."""
         if self.phase is VersionPhase.STOPPING:
             return
-        self.failures.add(reason, final=failed)
+        self.failures.add(reason, final=failed, in_place=in_place)
         log.warning("version.broke", digest=self.digest, reason=reason, message=message, failed=failed)
         self._enter(VersionPhase.BROKEN, message)
 

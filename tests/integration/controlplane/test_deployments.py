@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import worker_pb2
@@ -93,6 +94,20 @@ async def test_status_joins_workers_and_says_what_is_missing(plane: Plane) -> No
     ]
     listed = await plane.call("ListDeployments", pb.ListDeploymentsRequest())
     assert listed.deployments[0].status == status  # type: ignore[attr-defined]
+
+
+async def test_weights_that_no_engine_replaces_are_refused_by_their_kind(plane: Plane) -> None:
+    key, in_place = version_key("tiny", OTHER), Duration(seconds=20)
+    for record, why in (
+        (VersionRecord("tiny", OTHER, 1, 0.0, kind="fixed-cost"), "a fixed-cost model"),
+        (VersionRecord("tiny", OTHER, 1, 0.0, base_model="tiny", base_digest=DIGEST), "an adapter"),
+    ):
+        await plane.put(key, record)
+        with pytest.raises(InvalidInput, match=f"{why} has no weights to replace"):
+            await plane.deployment("chat", OTHER, in_place=in_place)
+    with pytest.raises(InvalidInput, match="executor null has no weights"):
+        await plane.deployment("chat", DIGEST, executor="null", in_place=in_place)
+    assert (await plane.deployment("chat", DIGEST, in_place=in_place)).in_place == in_place
 
 
 async def test_a_page_of_deployments_plans_the_fleet_once(plane: Plane) -> None:

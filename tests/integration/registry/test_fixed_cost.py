@@ -53,7 +53,7 @@ async def test_it_is_published_as_its_kind_fetched_and_loaded(
     assert manifest.kind == "fixed-cost"
     stored, created = await checked.create_version("minilm", manifest)  # the same, with all checks
     assert not created
-    assert stored.computation == "", "only decoders share an engine"
+    assert (stored.kind, stored.computation) == ("fixed-cost", ""), "only decoders share an engine"
     folder = await files(registry.client, tmp_path / "cache").fetch("minilm", done.digest)
     row = {"input_ids": np.arange(5)}
     own, copy = (load_model(each).run(Packed([row]))[0]["embedding"] for each in (embedder, folder))

@@ -263,6 +263,7 @@ async def test_a_kill_in_the_middle_brings_back_a_whole_version(
     failed = record(worker, B)
     assert failed is not None
     assert failed.reason == "REPLACEMENT_CRASHED"
+    assert failed.retry_unix_s == 0.0, "each try would end the engine that serves"
     await worker.assign(version(A))
     await eventually(lambda: state(worker, A) is VersionState.READY, PATIENCE_S)
     traffic = Traffic(worker, A, wanted)
@@ -272,6 +273,27 @@ async def test_a_kill_in_the_middle_brings_back_a_whole_version(
     await eventually(lambda: state(worker, B) is VersionState.READY, PATIENCE_S)
     await traffic._stream(0, B)
     assert (traffic.served, traffic.mixed) == ({A: 1, B: 1}, [])
+
+
+async def test_deleted_files_of_the_version_before_are_fetched_again(
+    small: dict[str, Path], tmp_path: Path, start: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Path(shutil.copytree(small[A], tmp_path / "before"))
+    worker: Harness = await start({A: before, B: small[B]}, A)  # type: ignore[misc]
+    pid = worker.engine_pid
+    shutil.rmtree(before)
+    fetch, readable, kept = Versions.fetch, Versions.readable, Versions(small)
+
+    async def restored(source: Versions, model: str, digest: str, **given: object) -> Path:
+        if digest == A:
+            shutil.copytree(small[A], before, dirs_exist_ok=True)
+        return await fetch(source, model, digest, **given)
+
+    monkeypatch.setattr(Versions, "fetch", restored)
+    monkeypatch.setattr(Versions, "readable", lambda _, model, digest: readable(kept, model, digest))
+    await worker.assign(replace(version(A), served=True), version(B, 0.0))
+    await eventually(lambda: state(worker, B) is VersionState.READY, PATIENCE_S)
+    assert [one.engine_pid for one in worker.agent.status().versions] == [pid]
 
 
 async def test_weights_that_cannot_be_replaced_are_refused_by_name(

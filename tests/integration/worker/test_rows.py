@@ -17,7 +17,7 @@ import torch
 
 from services.core.errors import DeadlineUnmeetable, InvalidInput, PoisonedInput
 from services.core.generation import NotAdmittedReason
-from services.core.records import VersionState
+from services.core.records import InPlace, VersionState
 from services.worker.batcher.models.loading import load_model
 from services.worker.batcher.models.rows import Padded
 from services.worker.batcher.policy.isolation import RunPlace
@@ -77,6 +77,24 @@ async def test_rows_of_an_mlp_are_batched_and_equal_the_direct_pass(
     (pool,) = worker.harness.agent.take_snapshot(True).pools
     assert (pool.row_slots, pool.running, pool.waiting, pool.ready) == (400, 0, 0, True)
     assert pool.row_us > 0
+
+
+async def test_a_fixed_cost_version_replaces_no_weights_and_loads_no_second_copy(
+    tmp_path: Path, workers: list[RowWorker]
+) -> None:
+    save_mlp(tmp_path)
+    worker = await RowWorker.started(tmp_path)
+    workers.append(worker)
+    next_ = replace(VERSION, version_digest="sha256:" + "e" * 64, in_place=InPlace(1.0, 7))
+    await worker.harness.assign(replace(VERSION, served=True), next_)
+
+    def failed() -> list[str]:
+        records = [one.record for one in worker.harness.agent.status().versions]
+        return [one.reason for one in records if one.state is VersionState.FAILED]
+
+    await eventually(failed)
+    assert failed() == ["NOT_REPLACEABLE"]
+    assert worker.harness.state() is VersionState.READY
 
 
 async def test_rows_of_any_length_equal_the_row_alone(tmp_path: Path, workers: list[RowWorker]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.core.records import AssignedVersion, Priority
+from services.core.records import AssignedVersion, InPlace, Priority
 from services.core.rollouts.routes import Withdrawal
 from services.worker.policy.lifecycle import (
     Action,
@@ -197,6 +197,16 @@ def test_a_final_failure_is_not_tried_again() -> None:
     slot = Slot(version, VersionPhase.BROKEN, has_files=True, final=True)
     assert plan({"d1": version}, [slot], NOW_S) == ()
     assert plan({}, [slot], NOW_S) == (Discard("d1"),)
+
+
+def test_a_failure_to_replace_weights_lasts_while_the_version_before_is_here() -> None:
+    version = AssignedVersion("x", "m", "d1", in_place=InPlace(5.0, 7))
+    before = Slot(AssignedVersion("x", "m", "d2", served=True), VersionPhase.READY)
+    other = Slot(AssignedVersion("y", "m", "d3"), VersionPhase.READY)
+    slot = Slot(version, VersionPhase.BROKEN, has_files=True, final=True, failed_in_place=True)
+    desired = {"d1": version, "d2": before.version, "d3": other.version}
+    assert plan(desired, [slot, before, other], NOW_S) == ()
+    assert plan({"d1": version, "d3": other.version}, [slot, other], NOW_S) == (Discard("d1"),)
 
 
 def test_what_does_not_fit_waits_for_memory_and_not_for_time() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from services.core.errors import FailedPrecondition
 from services.core.generation import FinishReason, NotAdmittedReason, StartSpec
 from services.core.records import AssignedVersion, InPlace
 from services.core.rollouts.routes import Withdrawal
@@ -21,6 +23,7 @@ from tests.unit.worker.bench import Bench
 from tests.unit.worker.reader import Reader
 from tests.unit.worker.slots.test_shared_engine import (
     FIRST,
+    MIB,
     SECOND,
     THIRD,
     Files,
@@ -160,12 +163,67 @@ async def test_an_engine_that_ends_meanwhile_leaves_the_version_before_to_start_
     assert next_.failures.reason == ("BAD_CHECKPOINT" if halfway else "REPLACEMENT_CRASHED")
     assert (first.phase, first.observed().restarting) == (VersionPhase.BROKEN, True)
     assert rig.ledger.free_bytes == rig.ledger.total_bytes
+    assert (next_.observed().final, next_.observed().failed_in_place) == (True, True)
+    assert record_of(next_, "chat").retry_unix_s == 0.0, "each try ends an engine that serves"
     await rig.load(next_)
     assert next_.failures.reason == "UNAVAILABLE", "it waits for the version before"
     assert len(rig.engines) == 1
     await rig.ready(first)
     assert rig.engines[-1].config.model_dir == str(rig.folder)
     rig.check_integrity()
+
+
+async def test_a_probe_that_the_new_weights_do_not_answer_is_not_tried_again(rig: Rig) -> None:
+    first, next_ = rig.slot(FIRST), successor(rig)
+    next_.probed = False
+    engine = await rig.ready(first)
+    await began(rig, engine, next_)
+    engine.events.on_weights(wire.WeightsReplaced(0.1))
+    await settled(next_)  # the clock of these tests jumps to the end of every wait
+    assert next_.failures.reason == "PROBE_TIMEOUT"
+    assert next_.observed().final
+
+
+async def test_an_adapter_takes_no_engine_over(rig: Rig) -> None:
+    rig.adapters[THIRD] = MIB
+    first, next_ = rig.slot(FIRST), successor(rig)
+    engine = await rig.ready(first)
+    next_.has_before = True
+    await rig.load(next_)
+    assert next_.failures.reason == "NOT_REPLACEABLE"
+    assert "an adapter" in next_.message
+    assert not [one for one in engine.sent if isinstance(one, wire.LoadAdapter)]
+
+
+async def test_deleted_files_of_the_version_before_are_fetched_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, next_ = rig.slot(FIRST), successor(rig)
+    engine = await rig.ready(first)
+    lost, fetched = first.files, list[Files]()
+
+    async def parts(files: Files, folder: Path) -> dict[str, str]:
+        if files is lost:
+            raise FailedPrecondition("the version has no readable weights: model.safetensors: missing")
+        return files.stated
+
+    async def fetch(files: Files, progress: object) -> None:
+        fetched.append(files)
+
+    def unpin(files: Files) -> None:
+        files.folder = None
+
+    for one in (parts, fetch, unpin):
+        monkeypatch.setattr(Files, one.__name__, one)
+    await rig.load(next_)
+    assert (next_.failures.reason, next_.observed().final) == ("UNAVAILABLE", False)
+    assert FIRST[:19] in next_.message
+    assert first.phase is VersionPhase.READY
+    await began(rig, engine, next_)
+    assert [one.folder for one in fetched] == [None], "what was fetched stays pinned"
+    engine.events.on_weights(wire.WeightsReplaced(0.1))
+    await settled(next_)
+    assert (next_.phase, first.gone) == (VersionPhase.READY, True)
 
 
 async def test_a_replacement_that_is_given_up_halfway_ends_the_process(rig: Rig) -> None:
