@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,6 +110,21 @@ def replace_labels(metadata: Metadata, texts: list[str] | None) -> None:
     if texts is not None:
         metadata.labels.clear()
         metadata.labels.update(key_values(texts, flag="--label"))
+
+
+def optional(kind: Any, flag: str, help_: str, **settings: Any) -> object:
+    """Return an option of an OptionGroup, which its command receives only if it was given."""
+    return Annotated[kind | None, typer.Option(flag, help=help_, **settings)]
+
+
+def optional_span(flag: str, help_: str, metavar: str = "SPAN") -> object:
+    """Return an option that is a time span, in seconds."""
+    return optional(float, flag, help_, parser=span_s, metavar=metavar)
+
+
+def optional_money(flag: str, help_: str) -> object:
+    """Return an option that is an amount, in millionths."""
+    return optional(int, flag, help_, parser=money, metavar="AMOUNT")
 
 
 def _moment(text: str, *, past: bool) -> datetime:

@@ -10,10 +10,10 @@ Within the loop any number of tasks may use it at once. A process uses gRPC's as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random, SystemRandom
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 from weakref import WeakSet
 
 import grpc
@@ -122,16 +122,8 @@ class DirectAttempt:
         return message
 
 
-_Answer = TypeVar("_Answer", covariant=True)
-_T = TypeVar("_T")
-
-
-class _Sender(Protocol[_Answer]):
-    """Sends one unary call to a gateway, within a time."""
-
-    def __call__(
-        self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, *, timeout: float, metadata: Metadata
-    ) -> Awaitable[_Answer]: ...
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 
 
 class Client:
@@ -233,7 +225,8 @@ class Client:
         key = self._core().key(idempotency_key)
         request = pb.CompleteRequest(generation=convert.generation(model, source, options or Options(), key))
         answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Complete(request, timeout=timeout, metadata=metadata),
+            lambda stub: stub.Complete,
+            request,
             self._generation_timeout_s(timeout_s),
             own_key=request.generation if idempotency_key is None else None,
         )
@@ -258,10 +251,7 @@ class Client:
     ) -> TokenCount:
         """Return the number of prompt tokens of the input."""
         request = convert.count_request(model, source)
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.CountTokens(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.CountTokens, request, self._timeout_s(timeout_s))
         return convert.token_count(answer)
 
     async def moderate(
@@ -277,19 +267,13 @@ class Client:
         ``pack`` names a deployment; ``outputs``: by the pack's rules of outputs.
         """
         request = pb.ModerateRequest(inputs=inputs, pack=pack, outputs=outputs)
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Moderate(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.Moderate, request, self._timeout_s(timeout_s))
         return convert.moderated(answer)
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ServedModel, ...]:
         """Return the models that the key may use."""
         request = pb.ListModelsRequest()
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.ListModels(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.ListModels, request, self._timeout_s(timeout_s))
         return tuple(convert.served_model(one) for one in answer.models)
 
     async def embed(
@@ -303,10 +287,7 @@ class Client:
     ) -> Embeddings:
         """Return the vector of each text, or of each list of token ids."""
         request = rows.embed_request(model, inputs, dimensions, options or RowOptions())
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Embed(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.Embed, request, self._timeout_s(timeout_s))
         return rows.embeddings(answer)
 
     async def rerank(
@@ -321,10 +302,7 @@ class Client:
     ) -> Ranking:
         """Return the documents by how well they match the query. ``top_n``: only the best; 0: all."""
         request = rows.rerank_request(model, query, documents, top_n, options or RowOptions())
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Rerank(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.Rerank, request, self._timeout_s(timeout_s))
         return rows.ranking(answer)
 
     async def classify(
@@ -337,10 +315,7 @@ class Client:
     ) -> Classification:
         """Return the label and all probabilities of each text, or of each picture: a PNG or JPEG file."""
         request = rows.classify_request(model, inputs, options or RowOptions())
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.Infer, request, self._timeout_s(timeout_s))
         return rows.classification(answer)
 
     async def infer(
@@ -354,10 +329,7 @@ class Client:
     ) -> Inference:
         """Return the outputs of a batch, by default all. ``inputs``: tensors or arrays, by name."""
         request = rows.infer_request(model, inputs, outputs, options or RowOptions())
-        answer = await self._call(
-            lambda stub, *, timeout, metadata: stub.Infer(request, timeout=timeout, metadata=metadata),
-            self._timeout_s(timeout_s),
-        )
+        answer = await self._call(lambda stub: stub.Infer, request, self._timeout_s(timeout_s))
         return rows.inference(answer)
 
     def session(self, options: SessionOptions | None = None) -> Session:
@@ -382,8 +354,18 @@ class Client:
     def _generation_timeout_s(self, requested_s: float | None) -> float:
         return self._options.generation_timeout_s if requested_s is None else checked_timeout_s(requested_s)
 
-    async def _call(self, send: _Sender[_T], timeout_s: float, *, own_key: pb.Generation | None = None) -> _T:
-        def attempt(endpoint: Endpoint, attempt_s: float, metadata: Metadata) -> Awaitable[_T]:
-            return send(endpoint.stub, timeout=attempt_s, metadata=metadata)
+    async def _call(
+        self,
+        method: Callable[
+            [inference_pb2_grpc.InferenceServiceAsyncStub],
+            grpc.aio.UnaryUnaryMultiCallable[_Request, _Answer],
+        ],
+        request: _Request,
+        timeout_s: float,
+        *,
+        own_key: pb.Generation | None = None,
+    ) -> _Answer:
+        def attempt(endpoint: Endpoint, attempt_s: float, metadata: Metadata) -> Awaitable[_Answer]:
+            return method(endpoint.stub)(request, timeout=attempt_s, metadata=metadata)
 
         return await self._guard.run(unary(self._core(), attempt, timeout_s, own_key=own_key))

@@ -22,7 +22,9 @@ from fairway.cli.flags import (
     RoleName,
     YesOption,
     key_values,
-    money,
+    optional,
+    optional_money,
+    optional_span,
     parse_future,
     replace_labels,
     span_s,
@@ -50,14 +52,8 @@ def limit_options(name: str, *, prefix: str = "", of: str = "") -> OptionGroup:
     options: dict[str, object] = {}
     for field, largest, what in _COUNTS:
         flag = f"--{prefix}{field.replace('_', '-')}"
-        help_ = f"{what}{of}. 0: no limit."
-        options[field] = Annotated[int | None, typer.Option(flag, min=0, max=largest, help=help_)]
-    options["max_timeout"] = Annotated[
-        float | None,
-        typer.Option(
-            f"--{prefix}max-timeout", parser=span_s, metavar="SPAN", help=f"Longest time of a request{of}."
-        ),
-    ]
+        options[field] = optional(int, flag, f"{what}{of}. 0: no limit.", min=0, max=largest)
+    options["max_timeout"] = optional_span(f"--{prefix}max-timeout", f"Longest time of a request{of}.")
     return OptionGroup(name, prefix.replace("-", "_"), options)
 
 
@@ -90,101 +86,74 @@ _FIELDS: Final = OptionGroup(
     "fields",
     "",
     {
-        "display_name": Annotated[str | None, typer.Option("--display-name", help="Name to show to users.")],
-        "max_priority": Annotated[
-            PriorityName | None,
-            typer.Option("--max-priority", help="Highest priority that its requests may have."),
-        ],
-        "weight": Annotated[
-            float | None,
-            typer.Option(
-                "--weight",
-                min=0.001,
-                max=1_000_000,
-                help="Share of a contended model, relative to other tenants.",
-            ),
-        ],
-        "committed_tokens_per_minute": Annotated[
-            int | None,
-            typer.Option(
-                "--committed-tokens-per-minute",
-                min=0,
-                help="Guaranteed tokens; usage above them is rejected first. 0: no guarantee.",
-            ),
-        ],
-        "degrade_max_output_tokens": Annotated[
-            int | None,
-            typer.Option(
-                "--degrade-max-output-tokens",
-                min=0,
-                max=1_048_576,
-                help="Under pressure, limit outputs to this many tokens. 0: no limit.",
-            ),
-        ],
-        "isolation": Annotated[
-            IsolationName | None,
-            typer.Option("--isolation", help="Nodes of its requests: shared ones, its slices, or its nodes."),
-        ],
-        "isolation_waits": Annotated[
-            bool | None,
-            typer.Option(
-                "--isolation-waits/--isolation-refuses",
-                help="Whether requests wait while no node of its own serves their model.",
-            ),
-        ],
-        "kv_share": Annotated[
-            float | None,
-            typer.Option(
-                "--kv-share", min=0, max=1, help="Share of each worker's KV that it may hold. 0: no budget."
-            ),
-        ],
-        "egress_tokens_per_second": Annotated[
-            int | None,
-            typer.Option(
-                "--egress-tokens-per-second",
-                min=0,
-                max=100_000_000,
-                help="Output tokens that its clients receive per second. 0: no limit.",
-            ),
-        ],
-        "stream_tokens_per_second": Annotated[
-            int | None,
-            typer.Option(
-                "--stream-tokens-per-second",
-                min=0,
-                max=100_000_000,
-                help="Output tokens that each of its streams receives per second. 0: no limit.",
-            ),
-        ],
-        "retention": Annotated[
-            float | None,
-            typer.Option(
-                "--retention",
-                parser=span_s,
-                metavar="SPAN",
-                help="Longest time that its files, responses and answers are stored. 0: no bound of its own.",
-            ),
-        ],
-        "residency": Annotated[
-            str | None,
-            typer.Option("--residency", help="Region that its prompts and outputs do not leave. '': any."),
-        ],
-        "training_consent": Annotated[
-            str | None,
-            typer.Option(
-                "--training-consent",
-                metavar="WHO=PURPOSE",
-                help="Who of the tenant agreed to the use of its data beyond its requests, and for what. "
-                "'none' withdraws.",
-            ),
-        ],
-        "degrade_model": Annotated[
-            list[str] | None,
-            typer.Option(
-                "--degrade-model",
-                help="Under pressure, use another deployment: model=smaller. Repeatable; 'none' removes all.",
-            ),
-        ],
+        "display_name": optional(str, "--display-name", "Name to show to users."),
+        "max_priority": optional(
+            PriorityName, "--max-priority", "Highest priority that its requests may have."
+        ),
+        "weight": optional(
+            float,
+            "--weight",
+            "Share of a contended model, relative to other tenants.",
+            min=0.001,
+            max=1_000_000,
+        ),
+        "committed_tokens_per_minute": optional(
+            int,
+            "--committed-tokens-per-minute",
+            "Guaranteed tokens; usage above them is rejected first. 0: no guarantee.",
+            min=0,
+        ),
+        "degrade_max_output_tokens": optional(
+            int,
+            "--degrade-max-output-tokens",
+            "Under pressure, limit outputs to this many tokens. 0: no limit.",
+            min=0,
+            max=1_048_576,
+        ),
+        "isolation": optional(
+            IsolationName, "--isolation", "Nodes of its requests: shared ones, its slices, or its nodes."
+        ),
+        "isolation_waits": optional(
+            bool,
+            "--isolation-waits/--isolation-refuses",
+            "Whether requests wait while no node of its own serves their model.",
+        ),
+        "kv_share": optional(
+            float, "--kv-share", "Share of each worker's KV that it may hold. 0: no budget.", min=0, max=1
+        ),
+        "egress_tokens_per_second": optional(
+            int,
+            "--egress-tokens-per-second",
+            "Output tokens that its clients receive per second. 0: no limit.",
+            min=0,
+            max=100_000_000,
+        ),
+        "stream_tokens_per_second": optional(
+            int,
+            "--stream-tokens-per-second",
+            "Output tokens that each of its streams receives per second. 0: no limit.",
+            min=0,
+            max=100_000_000,
+        ),
+        "retention": optional_span(
+            "--retention",
+            "Longest time that its files, responses and answers are stored. 0: no bound of its own.",
+        ),
+        "residency": optional(
+            str, "--residency", "Region that its prompts and outputs do not leave. '': any."
+        ),
+        "training_consent": optional(
+            str,
+            "--training-consent",
+            "Who of the tenant agreed to the use of its data beyond its requests, and for what. "
+            "'none' withdraws.",
+            metavar="WHO=PURPOSE",
+        ),
+        "degrade_model": optional(
+            list[str],
+            "--degrade-model",
+            "Under pressure, use another deployment: model=smaller. Repeatable; 'none' removes all.",
+        ),
     },
 )
 
@@ -584,21 +553,8 @@ _AMOUNTS: Final = OptionGroup(
     "amounts",
     "",
     {
-        "limit_micros": Annotated[
-            int | None,
-            typer.Option(
-                "--per-month",
-                parser=money,
-                metavar="AMOUNT",
-                help="Limit per calendar month, UTC. 0: no limit.",
-            ),
-        ],
-        "day_limit_micros": Annotated[
-            int | None,
-            typer.Option(
-                "--per-day", parser=money, metavar="AMOUNT", help="Limit per day, UTC. 0: no limit."
-            ),
-        ],
+        "limit_micros": optional_money("--per-month", "Limit per calendar month, UTC. 0: no limit."),
+        "day_limit_micros": optional_money("--per-day", "Limit per day, UTC. 0: no limit."),
     },
 )
 

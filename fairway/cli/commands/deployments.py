@@ -19,7 +19,9 @@ from fairway.cli.flags import (
     PriorityName,
     WaitOption,
     key_values,
-    money,
+    optional,
+    optional_money,
+    optional_span,
     replace_labels,
     span_s,
 )
@@ -100,18 +102,16 @@ InPlaceOption = Annotated[
 ]
 
 
-def _price(flag: str, help_: str) -> object:
-    return Annotated[int | None, typer.Option(flag, parser=money, metavar="AMOUNT", help=help_)]
-
-
 OFF: Final = -1.0
 PRICES: Final = OptionGroup(
     "price",
     "",
     {
-        "input_price": _price("--input-price", "Price of a million prompt tokens."),
-        "cached_price": _price("--cached-price", "The same for cached ones. Default: the input price."),
-        "output_price": _price("--output-price", "Price of a million output tokens."),
+        "input_price": optional_money("--input-price", "Price of a million prompt tokens."),
+        "cached_price": optional_money(
+            "--cached-price", "The same for cached ones. Default: the input price."
+        ),
+        "output_price": optional_money("--output-price", "Price of a million output tokens."),
     },
 )
 
@@ -129,28 +129,19 @@ SCALING: Final = OptionGroup(
     "scaling",
     "",
     {
-        "min_replicas": Annotated[
-            int | None,
-            typer.Option("--min-replicas", min=0, max=10000, help="Least replicas; 0: none while idle."),
-        ],
-        "max_replicas": Annotated[
-            int | None,
-            typer.Option("--max-replicas", min=1, max=10000, help="Most; the replicas follow the load."),
-        ],
-        "idle": Annotated[
-            float | None,
-            typer.Option(
-                "--idle",
-                parser=span_s,
-                metavar="TIME",
-                help="Without a request before the last replica leaves; default: 10m.",
-            ),
-        ],
-        "max_cost_per_hour": Annotated[
-            float | None,
-            typer.Option("--max-cost-per-hour", min=0, help="What its nodes may cost together; 0: no bound."),
-        ],
-        "fixed": Annotated[bool | None, typer.Option("--fixed", help="No bounds: --replicas holds again.")],
+        "min_replicas": optional(
+            int, "--min-replicas", "Least replicas; 0: none while idle.", min=0, max=10000
+        ),
+        "max_replicas": optional(
+            int, "--max-replicas", "Most; the replicas follow the load.", min=1, max=10000
+        ),
+        "idle": optional_span(
+            "--idle", "Without a request before the last replica leaves; default: 10m.", "TIME"
+        ),
+        "max_cost_per_hour": optional(
+            float, "--max-cost-per-hour", "What its nodes may cost together; 0: no bound.", min=0
+        ),
+        "fixed": optional(bool, "--fixed", "No bounds: --replicas holds again."),
     },
 )
 
@@ -489,11 +480,7 @@ def _ratio(text: str | float) -> float:
 
 
 def _share(flag: str, help_: str) -> object:
-    return Annotated[float | None, typer.Option(flag, parser=_ratio, metavar="SHARE", help=help_)]
-
-
-def _time(flag: str, help_: str) -> object:
-    return Annotated[float | None, typer.Option(flag, parser=span_s, metavar="TIME", help=help_)]
+    return optional(float, flag, help_, parser=_ratio, metavar="SHARE")
 
 
 _PROMISED: Final = OptionGroup(
@@ -502,18 +489,15 @@ _PROMISED: Final = OptionGroup(
     {
         "availability": _share("--availability", "Requests without our errors. 0: none."),
         "completion": _share("--completion", "Begun streams that we do not break. 0: none."),
-        "ttft": _time("--ttft", "Time to first token. 0s: none."),
-        "itl": _time("--itl", "Time between tokens. 0s: none."),
-        "total": _time("--total", "Time from the first byte to the end. 0s: none."),
+        "ttft": optional_span("--ttft", "Time to first token. 0s: none.", "TIME"),
+        "itl": optional_span("--itl", "Time between tokens. 0s: none.", "TIME"),
+        "total": optional_span("--total", "Time from the first byte to the end. 0s: none.", "TIME"),
         "quantile": _share("--quantile", "Of the latencies; 0.95 by default."),
-        "shapes_serving": Annotated[
-            bool | None,
-            typer.Option(
-                "--shape/--observe",
-                help="Whether its latencies replace the targets of admission, shedding, degrading and "
-                "prefill.",
-            ),
-        ],
+        "shapes_serving": optional(
+            bool,
+            "--shape/--observe",
+            "Whether its latencies replace the targets of admission, shedding, degrading and prefill.",
+        ),
     },
 )
 

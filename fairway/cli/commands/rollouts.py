@@ -16,7 +16,17 @@ from fairway.cli import completion
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, OptionGroup, Server, command
 from fairway.cli.errors import CliError, ExitCode
-from fairway.cli.flags import EtagOption, Format, OutputOption, WatchOption, YesOption, key_values, span_s
+from fairway.cli.flags import (
+    EtagOption,
+    Format,
+    OutputOption,
+    WatchOption,
+    YesOption,
+    key_values,
+    optional,
+    optional_span,
+    span_s,
+)
 from fairway.cli.terminal.cells import age
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
 from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
@@ -160,71 +170,55 @@ _TERMS_OF: Final[Mapping[str, tuple[tuple[StrategyName, ...], str]]] = {
 }
 
 
-def _span(flag: str, help_: str) -> object:
-    return Annotated[float | None, typer.Option(flag, parser=span_s, metavar="SPAN", help=help_)]
-
-
 def _several(flag: str, metavar: str, help_: str) -> object:
-    return Annotated[list[str] | None, typer.Option(flag, metavar=metavar, help=f"{help_} Repeatable.")]
+    return optional(list[str], flag, f"{help_} Repeatable.", metavar=metavar)
 
 
 TERMS: Final = OptionGroup(
     "terms",
     "",
     {
-        "steps": Annotated[
-            str | None, typer.Option("--steps", help="Percentages of a canary. Default: 1,5,25,50,100.")
-        ],
-        "hold": _span("--hold", "Shortest time of each step. Default: 1m."),
-        "min_requests": Annotated[
-            int | None,
-            typer.Option("--min-requests", min=1, help="Of each arm, before it is judged. Default: 100."),
-        ],
-        "soak": _span("--soak", "With all traffic, judged, while the version before is warm. Default: 5m."),
-        "keep_warm": _span(
+        "steps": optional(str, "--steps", "Percentages of a canary. Default: 1,5,25,50,100."),
+        "hold": optional_span("--hold", "Shortest time of each step. Default: 1m."),
+        "min_requests": optional(
+            int, "--min-requests", "Of each arm, before it is judged. Default: 100.", min=1
+        ),
+        "soak": optional_span(
+            "--soak", "With all traffic, judged, while the version before is warm. Default: 5m."
+        ),
+        "keep_warm": optional_span(
             "--keep-warm", "The version before stays loaded after the cutover, for a revert. Default: 10m."
         ),
-        "load_timeout": _span("--load-timeout", "To load the versions of a step. Default: 15m."),
-        "by_worker": Annotated[
-            bool | None,
-            typer.Option(
-                "--by-worker",
-                help="Take the stable version's workers one at a time, also where both versions fit.",
-            ),
-        ],
-        "fraction": Annotated[
-            float | None,
-            typer.Option("--fraction", min=0, max=100, help="Percentage of requests that a shadow copies."),
-        ],
-        "shadow_concurrency": Annotated[
-            int | None,
-            typer.Option("--shadow-concurrency", min=1, help="Copies at once on a gateway. Default: 8."),
-        ],
+        "load_timeout": optional_span("--load-timeout", "To load the versions of a step. Default: 15m."),
+        "by_worker": optional(
+            bool,
+            "--by-worker",
+            "Take the stable version's workers one at a time, also where both versions fit.",
+        ),
+        "fraction": optional(
+            float, "--fraction", "Percentage of requests that a shadow copies.", min=0, max=100
+        ),
+        "shadow_concurrency": optional(
+            int, "--shadow-concurrency", "Copies at once on a gateway. Default: 8.", min=1
+        ),
         "allow_tenant": _several("--allow-tenant", "TENANT", "Only these tenants take part."),
         "deny_tenant": _several("--deny-tenant", "TENANT", "This tenant stays on the stable version."),
         "override": _several("--override", "TENANT=ARM", "The arm of a tenant."),
         "class_cap": _several(
             "--class-cap", "CLASS=PERCENT", "Largest share for tenants of this highest class."
         ),
-        "refuse_pins": Annotated[
-            bool | None, typer.Option("--refuse-pins", help="Requests may not name a version.")
-        ],
+        "refuse_pins": optional(bool, "--refuse-pins", "Requests may not name a version."),
         "metric": _several("--metric", "METRIC", "Judge only this metric, such as ttft_p95 or cost."),
-        "min_sessions": Annotated[
-            int | None,
-            typer.Option("--min-sessions", min=1, help="Of each arm, before it is judged. Default: 30."),
-        ],
-        "patience": _span("--patience", "For a verdict, after a step's hold. Default: 10m."),
-        "inconclusive": Annotated[
-            InconclusiveName | None,
-            typer.Option("--inconclusive", help="What happens without a verdict. Default: wait."),
-        ],
-        "max_engine_restarts": Annotated[
-            int | None,
-            typer.Option(
-                "--max-engine-restarts", min=0, help="Crashes that roll back; 0: no bound. Default: 7."
-            ),
-        ],
+        "min_sessions": optional(
+            int, "--min-sessions", "Of each arm, before it is judged. Default: 30.", min=1
+        ),
+        "patience": optional_span("--patience", "For a verdict, after a step's hold. Default: 10m."),
+        "inconclusive": optional(
+            InconclusiveName, "--inconclusive", "What happens without a verdict. Default: wait."
+        ),
+        "max_engine_restarts": optional(
+            int, "--max-engine-restarts", "Crashes that roll back; 0: no bound. Default: 7.", min=0
+        ),
         "accept": _several("--accept", "METRIC=REASON", "A metric that does not count; the reason is kept."),
     },
 )

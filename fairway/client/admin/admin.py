@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from random import Random, SystemRandom
 from types import ModuleType, TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -54,6 +54,7 @@ from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import scheduler_pb2 as sched
 
+T = TypeVar("T")
 Version = cp.ModelVersion | cp.ModelTag
 GARBAGE_S: Final = 600.0
 MAX_MANIFEST_BYTES: Final = 64 * 1024 * 1024
@@ -247,11 +248,13 @@ def _named(change: cp.ResourceChange) -> tuple[str, Version] | None:
 _SLIS_PAGE: Final = 250
 
 
-class Quarantine:
-    """The inputs that every gateway refuses, because each ended the engines that computed it."""
-
+class _OfControlPlane:
     def __init__(self, service: Service) -> None:
         self._service = service
+
+
+class Quarantine(_OfControlPlane):
+    """The inputs that every gateway refuses, because each ended the engines that computed it."""
 
     async def list(
         self,
@@ -278,11 +281,8 @@ class Quarantine:
         )
 
 
-class Slis:
+class Slis(_OfControlPlane):
     """Service level indicators of the last hour, from the leading control plane."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self,
@@ -344,11 +344,8 @@ class Slis:
         return found.requests
 
 
-class Diagnoses:
+class Diagnoses(_OfControlPlane):
     """Why latency rose, by the leading control plane."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def diagnose(
         self,
@@ -397,11 +394,8 @@ class Diagnoses:
         return found.baseline
 
 
-class UsageRecords:
+class UsageRecords(_OfControlPlane):
     """What was used and what it cost, from the leading control plane."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self,
@@ -442,11 +436,8 @@ class UsageRecords:
         )
 
 
-class AuditLog:
+class AuditLog(_OfControlPlane):
     """The audit log. Each call is itself an entry of it."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self,
@@ -492,11 +483,8 @@ Kinds = Sequence[cp.ResourceKind.ValueType]
 _NEWEST: Final = 20
 
 
-class Events:
+class Events(_OfControlPlane):
     """The fleet's events, retained for about an hour."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self,
@@ -527,11 +515,8 @@ class Events:
         return watch_events(self._service, tuple(kinds), resource, newest, on_lost)
 
 
-class Queues:
+class Queues(_OfControlPlane):
     """Queued and running requests by pool, from the leading scheduler."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self, *, tenant: str = "", limit: int | None = None, timeout_s: float | None = None
@@ -542,11 +527,8 @@ class Queues:
         )
 
 
-class ScalingDecisions:
+class ScalingDecisions(_OfControlPlane):
     """Replicas that follow the load: what was decided, why, and from which figures."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def list(
         self, deployment: str = "", *, limit: int | None = None, timeout_s: float | None = None
@@ -557,11 +539,8 @@ class ScalingDecisions:
         )
 
 
-class Placements:
+class Placements(_OfControlPlane):
     """Placement decisions of requests and the state of the workers, from the leading scheduler."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
 
     async def explain(
         self, request_id: str, *, timeout_s: float | None = None
@@ -595,6 +574,16 @@ class _Opened:
     loop: asyncio.AbstractEventLoop
     control: Service | None
     registry: Service | None
+
+
+class _Part(Generic[T]):
+    """A property of AdminClient: some of the control plane's calls."""
+
+    def __init__(self, kind: Callable[[Service], T]) -> None:
+        self._kind = kind
+
+    def __get__(self, admin: AdminClient, _: object) -> T:
+        return self._kind(admin._control())
 
 
 class AdminClient:
@@ -676,73 +665,23 @@ class AdminClient:
         )
         return found
 
-    @property
-    def tenants(self) -> Tenants:
-        return Tenants(self._control())
-
-    @property
-    def keys(self) -> Keys:
-        return Keys(self._control())
-
-    @property
-    def budgets(self) -> Budgets:
-        return Budgets(self._control())
-
-    @property
-    def aliases(self) -> Aliases:
-        return Aliases(self._control())
-
-    @property
-    def diagnoses(self) -> Diagnoses:
-        return Diagnoses(self._control())
-
-    @property
-    def objectives(self) -> Objectives:
-        return Objectives(self._control())
-
-    @property
-    def deployments(self) -> Deployments:
-        return Deployments(self._control())
-
-    @property
-    def rollouts(self) -> Rollouts:
-        return Rollouts(self._control())
-
-    @property
-    def nodes(self) -> Nodes:
-        return Nodes(self._control())
-
-    @property
-    def events(self) -> Events:
-        return Events(self._control())
-
-    @property
-    def scaling(self) -> ScalingDecisions:
-        return ScalingDecisions(self._control())
-
-    @property
-    def queues(self) -> Queues:
-        return Queues(self._control())
-
-    @property
-    def placements(self) -> Placements:
-        return Placements(self._control())
-
-    @property
-    def quarantine(self) -> Quarantine:
-        return Quarantine(self._control())
-
-    @property
-    def slis(self) -> Slis:
-        return Slis(self._control())
-
-    @property
-    def audit(self) -> AuditLog:
-        return AuditLog(self._control())
-
-    @property
-    def usage(self) -> UsageRecords:
-        return UsageRecords(self._control())
+    tenants = _Part(Tenants)
+    keys = _Part(Keys)
+    budgets = _Part(Budgets)
+    aliases = _Part(Aliases)
+    diagnoses = _Part(Diagnoses)
+    objectives = _Part(Objectives)
+    deployments = _Part(Deployments)
+    rollouts = _Part(Rollouts)
+    nodes = _Part(Nodes)
+    events = _Part(Events)
+    scaling = _Part(ScalingDecisions)
+    queues = _Part(Queues)
+    placements = _Part(Placements)
+    quarantine = _Part(Quarantine)
+    slis = _Part(Slis)
+    audit = _Part(AuditLog)
+    usage = _Part(UsageRecords)
 
     @property
     def models(self) -> Models:
