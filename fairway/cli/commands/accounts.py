@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
@@ -29,9 +29,9 @@ from fairway.cli.flags import (
     replace_labels,
     span_s,
 )
-from fairway.cli.terminal.cells import age, isolation, labels, limit, moment, priority, role_name, show_money
+from fairway.cli.terminal.cells import isolation, limit, moment, priority, role_name, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
@@ -193,7 +193,6 @@ def _degrade(tenant: cp.Tenant) -> str:
 TENANTS: Final[Resource[cp.Tenant]] = resource(
     "tenant",
     (
-        Column("name", lambda tenant: tenant.metadata.name),
         Column("display name", lambda tenant: tenant.display_name, drop=1),
         Column("requests/min", lambda tenant: limit(tenant.requests_per_minute)),
         Column("concurrency", lambda tenant: limit(tenant.max_concurrency)),
@@ -209,9 +208,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("safety pack", lambda tenant: tenant.safety_pack, wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
-        Column("labels", lambda tenant: labels(tenant.metadata), wide=True),
-        Column("age", lambda tenant: age(tenant.metadata), wide=True),
-        Column("etag", lambda tenant: tenant.metadata.etag, wide=True),
+        *METADATA,
     ),
     lambda admin: admin.tenants,
 )
@@ -284,7 +281,7 @@ async def update_tenant(
         set_limits(tenant.user_limits, user_limits)
         replace_labels(tenant.metadata, label)
 
-    TENANTS.write_one(await _changed(connection, name, etag, change), output)
+    await TENANTS.change(connection, name, change, etag, output)
 
 
 @command(tenants, "disable", to=Server.CONTROLPLANE, examples=("fairway tenants disable acme",))
@@ -297,7 +294,7 @@ async def disable(
 ) -> None:
     """Reject every request of a tenant; its keys and limits stay."""
     confirm(f"Disable the tenant {name}? Its requests are rejected from now on.", yes=yes)
-    TENANTS.write_one(await _changed(connection, name, etag, _disabled(True)), output)
+    await TENANTS.change(connection, name, lambda tenant: setattr(tenant, "disabled", True), etag, output)
 
 
 @command(tenants, "enable", to=Server.CONTROLPLANE, examples=("fairway tenants enable acme",))
@@ -305,7 +302,7 @@ async def enable(
     connection: Connection, name: NameArgument, etag: EtagOption = "", output: OutputOption = Format.TABLE
 ) -> None:
     """Enable a disabled tenant."""
-    TENANTS.write_one(await _changed(connection, name, etag, _disabled(False)), output)
+    await TENANTS.change(connection, name, lambda tenant: setattr(tenant, "disabled", False), etag, output)
 
 
 @command(tenants, "erase", to=Server.CONTROLPLANE, examples=("fairway tenants erase acme",))
@@ -342,20 +339,6 @@ add_delete(
 )
 
 
-async def _changed(
-    connection: Connection, name: str, etag: str, change: Callable[[cp.Tenant], None]
-) -> cp.Tenant:
-    changed = connection.admin.tenants.change(name, change, etag=etag)
-    return await checked(changed, what=f"cannot change the tenant {name}")
-
-
-def _disabled(disabled: bool) -> Callable[[cp.Tenant], None]:
-    def change(tenant: cp.Tenant) -> None:
-        tenant.disabled = disabled
-
-    return change
-
-
 keys = typer.Typer(help="API keys of tenants and of the installation's people.", no_args_is_help=True)
 
 ModelsOption = Annotated[
@@ -387,15 +370,12 @@ def _expiry(key: cp.Key) -> str:
 KEYS: Final[Resource[cp.Key]] = resource(
     "key",
     (
-        Column("name", lambda key: key.metadata.name),
         Column("role", lambda key: role_name(key.role)),
         Column("tenant", lambda key: key.tenant),
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
         Column("limits", lambda key: show_limits(key.limits), wide=True),
-        Column("labels", lambda key: labels(key.metadata), wide=True),
-        Column("age", lambda key: age(key.metadata), wide=True),
-        Column("etag", lambda key: key.metadata.etag, wide=True),
+        *METADATA,
     ),
     lambda admin: admin.keys,
 )
@@ -523,8 +503,7 @@ async def update_key(
         set_limits(key.limits, limits)
         replace_labels(key.metadata, label)
 
-    changed = connection.admin.keys.change(name, change, etag=etag)
-    KEYS.write_one(await checked(changed, what=f"cannot change the key {name}"), output)
+    await KEYS.change(connection, name, change, etag, output)
 
 
 add_delete(
@@ -583,7 +562,6 @@ def _amount(budget: cp.Budget, field: str, limit_micros: int) -> str:
 BUDGETS: Final[Resource[cp.Budget]] = resource(
     "budget",
     (
-        Column("name", lambda budget: budget.metadata.name),
         Column("of", _scope),
         Column("month", lambda found: _amount(found, "spent_micros", found.limit_micros)),
         Column("today", lambda found: _amount(found, "day_spent_micros", found.day_limit_micros)),
@@ -594,9 +572,7 @@ BUDGETS: Final[Resource[cp.Budget]] = resource(
             wide=True,
         ),
         Column("message", lambda budget: budget.message, wide=True),
-        Column("labels", lambda budget: labels(budget.metadata), wide=True),
-        Column("age", lambda budget: age(budget.metadata), wide=True),
-        Column("etag", lambda budget: budget.metadata.etag, wide=True),
+        *METADATA,
     ),
     lambda admin: admin.budgets,
 )
@@ -674,8 +650,7 @@ async def update_budget(
         _set_amounts(budget, amounts)
         replace_labels(budget.metadata, label)
 
-    changed = connection.admin.budgets.change(name, change, etag=etag)
-    BUDGETS.write_one(await checked(changed, what=f"cannot change the budget {name}"), output)
+    await BUDGETS.change(connection, name, change, etag, output)
 
 
 add_delete(

@@ -17,8 +17,8 @@ from fairway.cli.flags import (
     key_values,
     replace_labels,
 )
-from fairway.cli.terminal.cells import age, enum_name, labels
-from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.cells import enum_name
+from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -67,11 +67,8 @@ def _shown(size: cp.AliasSize) -> str:
 ALIASES: Final[Resource[cp.Alias]] = resource(
     "alias",
     (
-        Column("name", lambda alias: alias.metadata.name),
         Column("sizes", lambda alias: " ".join(map(_shown, alias.sizes))),
-        Column("labels", lambda alias: labels(alias.metadata), wide=True),
-        Column("age", lambda alias: age(alias.metadata), wide=True),
-        Column("etag", lambda alias: alias.metadata.etag, wide=True),
+        *METADATA,
     ),
     lambda admin: admin.aliases,
 )
@@ -128,8 +125,7 @@ async def update_alias(
         alias.sizes.extend(wanted)
         replace_labels(alias.metadata, label)
 
-    changed = connection.admin.aliases.change(name, change, etag=etag)
-    ALIASES.write_one(await checked(changed, what=f"cannot change the alias {name}"), output)
+    await ALIASES.change(connection, name, change, etag, output)
 
 
 add_delete(

@@ -27,7 +27,7 @@ from fairway.cli.flags import (
 )
 from fairway.cli.terminal.cells import age, enum_name, labels, moment, priority, short_digest, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
 from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import show_replicas, until_deployed
@@ -203,7 +203,6 @@ def _capabilities(deployment: cp.Deployment) -> str:
 DEPLOYMENTS: Final[Resource[cp.Deployment]] = resource(
     "deployment",
     (
-        Column("name", lambda deployment: deployment.metadata.name),
         Column("model", lambda deployment: deployment.model, drop=2),
         Column("version", _version, drop=1),
         Column("ready", lambda found: f"{found.status.ready_replicas}/{wanted_replicas(found)}"),
@@ -552,16 +551,13 @@ def _alert(one: cp.SliStatus) -> str:
 OBJECTIVES: Final[Resource[cp.Objective]] = resource(
     "objective",
     (
-        Column("name", lambda found: found.metadata.name),
         Column("model", lambda found: found.model),
         Column("class", lambda found: priority(found.priority)),
         Column("promise", _promises),
         Column("budget left", _by_sli(lambda one: f"{one.budget_left_ratio:.1%}")),
         Column("burning", _by_sli(_alert)),
         Column("bad events", _by_sli(lambda one: f"{one.bad_events}/{one.events}"), wide=True),
-        Column("labels", lambda found: labels(found.metadata), wide=True),
-        Column("age", lambda found: age(found.metadata), wide=True),
-        Column("etag", lambda found: found.metadata.etag, wide=True),
+        *METADATA,
     ),
     lambda admin: admin.objectives,
 )

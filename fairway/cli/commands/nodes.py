@@ -37,7 +37,6 @@ def _versions(node: cp.Node) -> str:
 NODES: Final[Resource[cp.Node]] = resource(
     "node",
     (
-        Column("name", lambda node: node.metadata.name),
         Column("address", lambda node: node.address, drop=2),
         Column("device", lambda node: node.device, drop=3),
         Column("state", _state),

@@ -27,12 +27,12 @@ from fairway.cli.flags import (
     optional_span,
     span_s,
 )
-from fairway.cli.terminal.cells import age
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import Resource, add_list, add_show, resource
+from fairway.cli.terminal.listing import METADATA, Resource, add_list, add_show, resource
 from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.client import NotFound
+from fairway.client.admin.calls import duration_of
 from fairway.v1 import controlplane_pb2 as cp
 
 _MIB: Final = 2**20
@@ -242,7 +242,7 @@ def rollout_of(
         rollout.shadow.max_concurrency = terms.get("shadow_concurrency", 0)
     for field in ("soak", "keep_warm", "load_timeout"):
         if field in terms:
-            getattr(rollout, field).CopyFrom(_duration(terms[field]))
+            getattr(rollout, field).CopyFrom(duration_of(terms[field]))
     rollout.by_worker = terms.get("by_worker", False)
     _set_rules(rollout.rules, terms)
     _set_gate(rollout.gate, terms)
@@ -287,7 +287,7 @@ def _steps(terms: Mapping[str, Any]) -> list[cp.RolloutStep]:
     ]
     for step in steps:
         if "hold" in terms:
-            step.hold.CopyFrom(_duration(terms["hold"]))
+            step.hold.CopyFrom(duration_of(terms["hold"]))
     return steps
 
 
@@ -307,18 +307,12 @@ def _set_gate(gate: cp.RolloutGate, terms: Mapping[str, Any]) -> None:
     gate.metrics.extend(terms.get("metric", ()))
     gate.min_sessions = terms.get("min_sessions", 0)
     if "patience" in terms:
-        gate.patience.CopyFrom(_duration(terms["patience"]))
+        gate.patience.CopyFrom(duration_of(terms["patience"]))
     if "inconclusive" in terms:
         gate.inconclusive = terms["inconclusive"].proto
     if "max_engine_restarts" in terms:
         gate.max_engine_restarts = terms["max_engine_restarts"]
     gate.accepted.update(key_values(terms.get("accept"), flag="--accept"))
-
-
-def _duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromMicroseconds(round(seconds * 1e6))
-    return found
 
 
 app = typer.Typer(help="Rollouts: move a deployment's traffic to another version.", no_args_is_help=True)
@@ -339,13 +333,11 @@ AcceptOption = Annotated[
 ROLLOUTS: Final[Resource[cp.Rollout]] = resource(
     "rollout",
     (
-        Column("name", lambda rollout: rollout.metadata.name),
         Column("deployment", lambda rollout: rollout.deployment, drop=1),
         Column("strategy", strategy_name, drop=2),
         Column("phase", phase_name),
         Column("message", lambda rollout: rollout.message, least=40),
-        Column("age", lambda rollout: age(rollout.metadata), wide=True),
-        Column("etag", lambda rollout: rollout.metadata.etag, wide=True),
+        *METADATA[1:],
     ),
     lambda admin: admin.rollouts,
 )
@@ -484,73 +476,58 @@ async def promote(
     )
 
 
-@command(app, "pause", to=Server.CONTROLPLANE, examples=("fairway rollouts pause chat",))
-async def pause(
-    connection: Connection,
-    name: RolloutArgument,
-    etag: EtagOption = "",
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Stay at the present step. A failed gate still rolls back."""
-    rollout = (await _found(connection, name)).metadata.name
-    pausing = connection.admin.rollouts.pause(rollout, etag=etag)
-    await _changed(pausing, f"cannot pause the rollout {rollout}", output)
+def _add_passage(verb: str, about: str) -> None:
+    """Add the command ``verb``, which has no options of its own."""
+
+    async def changed(
+        connection: Connection,
+        name: RolloutArgument,
+        etag: EtagOption = "",
+        output: OutputOption = Format.TABLE,
+    ) -> None:
+        rollout = (await _found(connection, name)).metadata.name
+        changing = getattr(connection.admin.rollouts, verb)(rollout, etag=etag)
+        await _changed(changing, f"cannot {verb} the rollout {rollout}", output)
+
+    changed.__doc__ = about
+    command(app, verb, to=Server.CONTROLPLANE, examples=(f"fairway rollouts {verb} chat",))(changed)
 
 
-@command(app, "resume", to=Server.CONTROLPLANE, examples=("fairway rollouts resume chat",))
-async def resume(
-    connection: Connection,
-    name: RolloutArgument,
-    etag: EtagOption = "",
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Go on with a paused rollout; the hold of its step begins anew."""
-    rollout = (await _found(connection, name)).metadata.name
-    resuming = connection.admin.rollouts.resume(rollout, etag=etag)
-    await _changed(resuming, f"cannot resume the rollout {rollout}", output)
+def _add_retreat(verb: str, consequence: str, about: str) -> None:
+    """Add the command ``verb``, which moves requests back. ``consequence``: may contain {version}."""
+
+    async def changed(
+        connection: Connection,
+        name: RolloutArgument,
+        reason: ReasonOption = "",
+        etag: EtagOption = "",
+        yes: YesOption = False,
+        output: OutputOption = Format.TABLE,
+    ) -> None:
+        found = await _found(connection, name)
+        rollout, version = found.metadata.name, found.stable_version
+        confirm(f"{verb.capitalize()} {rollout}? {consequence.format(version=version)}", yes=yes)
+        changing = getattr(connection.admin.rollouts, verb)(rollout, reason=reason, etag=etag)
+        await _changed(changing, f"cannot {verb} the rollout {rollout}", output)
+
+    changed.__doc__ = about
+    line = f"fairway rollouts {verb} chat"
+    examples = (line, f"{line} --reason 'odd answers' --yes")
+    command(app, verb, to=Server.CONTROLPLANE, examples=examples)(changed)
 
 
-@command(
-    app,
+_add_passage("pause", "Stay at the present step. A failed gate still rolls back.")
+_add_passage("resume", "Go on with a paused rollout; the hold of its step begins anew.")
+_add_retreat(
     "abort",
-    to=Server.CONTROLPLANE,
-    examples=("fairway rollouts abort chat", "fairway rollouts abort chat --reason 'odd answers' --yes"),
+    "Every new request gets the stable version.",
+    "Move every new request back to the stable version, now.",
 )
-async def abort(
-    connection: Connection,
-    name: RolloutArgument,
-    reason: ReasonOption = "",
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Move every new request back to the stable version, now."""
-    rollout = (await _found(connection, name)).metadata.name
-    confirm(f"Abort {rollout}? Every new request gets the stable version.", yes=yes)
-    aborting = connection.admin.rollouts.abort(rollout, reason=reason, etag=etag)
-    await _changed(aborting, f"cannot abort the rollout {rollout}", output)
-
-
-@command(
-    app,
+_add_retreat(
     "revert",
-    to=Server.CONTROLPLANE,
-    examples=("fairway rollouts revert chat", "fairway rollouts revert chat --reason 'odd answers' --yes"),
+    "New requests get {version}: at once where it is warm.",
+    "Give the deployment its version before again, also once the rollout is final.",
 )
-async def revert(
-    connection: Connection,
-    name: RolloutArgument,
-    reason: ReasonOption = "",
-    etag: EtagOption = "",
-    yes: YesOption = False,
-    output: OutputOption = Format.TABLE,
-) -> None:
-    """Give the deployment its version before again, also once the rollout is final."""
-    found = await _found(connection, name)
-    rollout, version = found.metadata.name, found.stable_version
-    confirm(f"Revert {rollout}? New requests get {version}: at once where it is warm.", yes=yes)
-    reverting = connection.admin.rollouts.revert(rollout, reason=reason, etag=etag)
-    await _changed(reverting, f"cannot revert the rollout {rollout}", output)
 
 
 async def _found(connection: Connection, name: str) -> cp.Rollout:

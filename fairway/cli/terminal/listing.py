@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from fairway.cli.calls import checked
 from fairway.cli.connection import Connection, Server, command
 from fairway.cli.flags import EtagOption, Format, NameArgument, OutputOption, WatchOption, YesOption
-from fairway.cli.terminal.cells import duration, enum_name, moment, show_bytes, show_money
+from fairway.cli.terminal.cells import age, duration, enum_name, labels, moment, show_bytes, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, show_deleted, write_document
 from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, show_rows
@@ -91,6 +91,12 @@ def _text(field: FieldDescriptor, value: Any) -> str:
     return " ".join((value.hex() if isinstance(value, bytes) else str(value)).split())
 
 
+# Columns that close the wide table of a resource.
+METADATA: Final[tuple[Column[Any], ...]] = (
+    Column("labels", lambda item: labels(item.metadata), wide=True),
+    Column("age", lambda item: age(item.metadata), wide=True),
+    Column("etag", lambda item: item.metadata.etag, wide=True),
+)
 T = TypeVar("T", bound=Message)
 K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node, cp.Alias)
 
@@ -122,6 +128,13 @@ class Resource(Generic[T]):
             assert self.all is not None
             self.write_list(await self.all(connection), output)
 
+    async def change(
+        self, connection: Connection, name: str, change: Callable[[T], None], etag: str, output: Format
+    ) -> None:
+        """Change one of the control plane's and print it."""
+        changing = getattr(connection.admin, self.plural).change(name, change, etag=etag)
+        self.write_one(await checked(changing, what=f"cannot change the {self.singular} {name}"), output)
+
     def write_list(self, items: Sequence[T], output: Format) -> None:
         """Print a listing: a table, or one document with a list in it."""
         if output in DOCUMENTS:
@@ -148,8 +161,9 @@ def write_shown(item: Message, output: Format) -> None:
 def resource(
     singular: str, columns: tuple[Column[K], ...], kind: Callable[[AdminClient], Reading[K]]
 ) -> Resource[K]:
-    """Return one kind of resource of the control plane."""
+    """Return one kind of resource of the control plane; its tables begin with the name."""
     plural = plural_of(singular)
+    name: tuple[Column[K], ...] = (Column("name", lambda item: item.metadata.name),)
 
     async def listed(connection: Connection) -> Sequence[K]:
         return await checked(kind(connection.admin).list(), what=f"cannot list the {plural}")
@@ -161,7 +175,7 @@ def resource(
     watch: Watch[K] = Watch(
         singular, f"the {plural}", lambda connection, lost: kind(connection.admin).watch(on_lost=lost)
     )
-    return Resource(singular, plural, Server.CONTROLPLANE, columns, listed, get, watch)
+    return Resource(singular, plural, Server.CONTROLPLANE, name + columns, listed, get, watch)
 
 
 def add_list(app: typer.Typer, resource: Resource[Any], *, about: str) -> None:

@@ -20,9 +20,8 @@ from types import ModuleType, TracebackType
 from typing import Any, Final, Generic, Self, TypeVar
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
-from fairway.client.admin.calls import Service
+from fairway.client.admin.calls import Service, duration_of
 from fairway.client.admin.resources import (
     Aliases,
     Budgets,
@@ -42,14 +41,7 @@ from fairway.client.publish.publish import Base, Kind, Published, PublishProgres
 from fairway.client.values import ClientOptions
 from fairway.formats.signatures import sign
 from fairway.login import Bearer
-from fairway.v1 import (
-    common_pb2,
-    controlplane_pb2,
-    controlplane_pb2_grpc,
-    registry_pb2,
-    registry_pb2_grpc,
-    slis_pb2,
-)
+from fairway.v1 import common_pb2, controlplane_pb2_grpc, registry_pb2_grpc, slis_pb2
 from fairway.v1 import controlplane_pb2 as cp
 from fairway.v1 import registry_pb2 as rg
 from fairway.v1 import scheduler_pb2 as sched
@@ -166,10 +158,7 @@ class Models:
 
         The counts are those of the last attempt; an attempt whose response was lost is not included.
         """
-        min_age = None
-        if min_age_s is not None:
-            min_age = Duration()
-            min_age.FromMicroseconds(round(min_age_s * 1e6))
+        min_age = None if min_age_s is None else duration_of(min_age_s)
         answer: rg.CollectGarbageResponse = await self._registry.call(
             "CollectGarbage", quick=False, dry_run=dry_run, min_age=min_age, timeout_s=timeout_s
         )
@@ -300,8 +289,6 @@ class Slis(_OfControlPlane):
         The start of the window is moved back to a multiple of ten minutes. Raises Unavailable without a
         leader.
         """
-        window = Duration()
-        window.FromMicroseconds(round(window_s * 1e6))
         return await self._service.pages(
             "ListSlis",
             "slis",
@@ -312,7 +299,7 @@ class Slis(_OfControlPlane):
             tenant=tenant,
             priority=priority,
             zone=zone,
-            window=window,
+            window=duration_of(window_s),
         )
 
     async def requests(
@@ -635,12 +622,9 @@ class AdminClient:
         self._opened = _Opened(
             asyncio.get_running_loop(),
             self._service(
-                self._control_planes,
-                "control plane",
-                controlplane_pb2_grpc.ControlPlaneServiceStub,
-                controlplane_pb2,
+                self._control_planes, "control plane", controlplane_pb2_grpc.ControlPlaneServiceStub, cp
             ),
-            self._service(self._registries, "registry", registry_pb2_grpc.RegistryServiceStub, registry_pb2),
+            self._service(self._registries, "registry", registry_pb2_grpc.RegistryServiceStub, rg),
         )
         return self
 
@@ -658,11 +642,9 @@ class AdminClient:
                 if service is not None:
                     await service.core.pool.close()
 
-    async def caller(self, *, timeout_s: float | None = None) -> controlplane_pb2.GetCallerResponse:
+    async def caller(self, *, timeout_s: float | None = None) -> cp.GetCallerResponse:
         """Return who the control plane takes this client for."""
-        found: controlplane_pb2.GetCallerResponse = await self._control().call(
-            "GetCaller", timeout_s=timeout_s
-        )
+        found: cp.GetCallerResponse = await self._control().call("GetCaller", timeout_s=timeout_s)
         return found
 
     tenants = _Part(Tenants)
@@ -694,12 +676,7 @@ class AdminClient:
         if not addresses:
             return None
         core = Core.opened(
-            addresses,
-            self._admin_key,
-            self._options,
-            credentials=self._credentials,
-            rng=self._rng,
-            noun=noun,
+            addresses, self._admin_key, self._options, credentials=self._credentials, rng=self._rng, noun=noun
         )
         return Service(core, self._guard, stub_of, messages)
 

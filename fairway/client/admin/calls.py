@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Final
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from fairway.client.attempts import Attempts, Core, unary
 from fairway.client.endpoints import Endpoint, Metadata
@@ -106,6 +107,12 @@ class Service:
         """Return a stream of responses; the caller closes it. Raises NoGateway and DeadlineExceeded."""
         self.guard.check()
         return Stream(self, await self.guard.run(attempts.begin()), method, request)
+
+
+def duration_of(seconds: float) -> Duration:
+    found = Duration()
+    found.FromMicroseconds(round(seconds * 1e6))
+    return found
 
 
 def attempt_of(timeout_s: float) -> float:

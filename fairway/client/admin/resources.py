@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
-
-from fairway.client.admin.calls import Service
+from fairway.client.admin.calls import Service, duration_of
 from fairway.client.admin.watch import (
     WAIT_S,
     OnLost,
@@ -172,10 +170,8 @@ class Keys(Writing[cp.Key]):
         self, name: str, *, grace_s: float = 0.0, etag: str = "", timeout_s: float | None = None
     ) -> cp.RotateKeyResponse:
         """Return the key and its new ``secret``; the old one stays valid for ``grace_s``."""
-        grace = Duration()
-        grace.FromMicroseconds(round(grace_s * 1e6))
         answer: cp.RotateKeyResponse = await self._service.change(
-            "RotateKey", name=name, grace=grace, etag=etag, timeout_s=timeout_s
+            "RotateKey", name=name, grace=duration_of(grace_s), etag=etag, timeout_s=timeout_s
         )
         return answer
 
@@ -373,8 +369,7 @@ class Nodes(Reading[cp.Node]):
 
         ``ends_in_s``: time until the node ends; what runs shortly before moves in any case. 0: it stays.
         """
-        ends_in = Duration()
-        ends_in.FromNanoseconds(round(ends_in_s * 1e9))
+        ends_in = duration_of(ends_in_s)
         return await self._changed("Drain", name=name, ends_in=ends_in, etag=etag, timeout_s=timeout_s)
 
     async def assign(
