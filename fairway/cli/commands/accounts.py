@@ -31,7 +31,7 @@ from fairway.cli.flags import (
 )
 from fairway.cli.terminal.cells import isolation, limit, moment, priority, role_name, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, metadata_columns, resource
 from fairway.cli.terminal.output import confirm, err, out, plain
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
@@ -208,7 +208,7 @@ TENANTS: Final[Resource[cp.Tenant]] = resource(
         Column("safety pack", lambda tenant: tenant.safety_pack, wide=True),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "enabled"),
         Column("max priority", lambda tenant: priority(tenant.max_priority) or "standard", wide=True),
-        *METADATA,
+        *metadata_columns(),
     ),
     lambda admin: admin.tenants,
 )
@@ -375,7 +375,7 @@ KEYS: Final[Resource[cp.Key]] = resource(
         Column("expires", _expiry),
         Column("models", lambda key: ",".join(key.models) or "all", wide=True),
         Column("limits", lambda key: show_limits(key.limits), wide=True),
-        *METADATA,
+        *metadata_columns(),
     ),
     lambda admin: admin.keys,
 )
@@ -572,7 +572,7 @@ BUDGETS: Final[Resource[cp.Budget]] = resource(
             wide=True,
         ),
         Column("message", lambda budget: budget.message, wide=True),
-        *METADATA,
+        *metadata_columns(),
     ),
     lambda admin: admin.budgets,
 )

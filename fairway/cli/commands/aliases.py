@@ -18,7 +18,7 @@ from fairway.cli.flags import (
     replace_labels,
 )
 from fairway.cli.terminal.cells import enum_name
-from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, metadata_columns, resource
 from fairway.cli.terminal.table import Column
 from fairway.v1 import controlplane_pb2 as cp
 
@@ -68,7 +68,7 @@ ALIASES: Final[Resource[cp.Alias]] = resource(
     "alias",
     (
         Column("sizes", lambda alias: " ".join(map(_shown, alias.sizes))),
-        *METADATA,
+        *metadata_columns(),
     ),
     lambda admin: admin.aliases,
 )

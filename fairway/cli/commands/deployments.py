@@ -27,7 +27,7 @@ from fairway.cli.flags import (
 )
 from fairway.cli.terminal.cells import age, enum_name, labels, moment, priority, short_digest, show_money
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import METADATA, Resource, add_delete, add_list, add_show, resource
+from fairway.cli.terminal.listing import Resource, add_delete, add_list, add_show, metadata_columns, resource
 from fairway.cli.terminal.output import Bars, err, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.cli.watch import show_replicas, until_deployed
@@ -557,7 +557,7 @@ OBJECTIVES: Final[Resource[cp.Objective]] = resource(
         Column("budget left", _by_sli(lambda one: f"{one.budget_left_ratio:.1%}")),
         Column("burning", _by_sli(_alert)),
         Column("bad events", _by_sli(lambda one: f"{one.bad_events}/{one.events}"), wide=True),
-        *METADATA,
+        *metadata_columns(),
     ),
     lambda admin: admin.objectives,
 )

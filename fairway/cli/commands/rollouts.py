@@ -28,7 +28,7 @@ from fairway.cli.flags import (
     span_s,
 )
 from fairway.cli.terminal.formats import DOCUMENTS, document_of, write_document
-from fairway.cli.terminal.listing import METADATA, Resource, add_list, add_show, resource
+from fairway.cli.terminal.listing import Resource, add_list, add_show, metadata_columns, resource
 from fairway.cli.terminal.output import confirm, out, plain
 from fairway.cli.terminal.table import Column, show_rows
 from fairway.client import NotFound
@@ -337,7 +337,7 @@ ROLLOUTS: Final[Resource[cp.Rollout]] = resource(
         Column("strategy", strategy_name, drop=2),
         Column("phase", phase_name),
         Column("message", lambda rollout: rollout.message, least=40),
-        *METADATA[1:],
+        *metadata_columns()[1:],
     ),
     lambda admin: admin.rollouts,
 )

@@ -91,12 +91,6 @@ def _text(field: FieldDescriptor, value: Any) -> str:
     return " ".join((value.hex() if isinstance(value, bytes) else str(value)).split())
 
 
-# Columns that close the wide table of a resource.
-METADATA: Final[tuple[Column[Any], ...]] = (
-    Column("labels", lambda item: labels(item.metadata), wide=True),
-    Column("age", lambda item: age(item.metadata), wide=True),
-    Column("etag", lambda item: item.metadata.etag, wide=True),
-)
 T = TypeVar("T", bound=Message)
 K = TypeVar("K", cp.Tenant, cp.Key, cp.Budget, cp.Objective, cp.Deployment, cp.Rollout, cp.Node, cp.Alias)
 
@@ -156,6 +150,15 @@ def write_shown(item: Message, output: Format) -> None:
         write_document(document_of(item), output)
     else:
         plain(out(), "\n".join(lines_of(item)))
+
+
+def metadata_columns() -> tuple[Column[Any], ...]:
+    """Return the columns that close the wide table of a resource."""
+    return (
+        Column("labels", lambda item: labels(item.metadata), wide=True),
+        Column("age", lambda item: age(item.metadata), wide=True),
+        Column("etag", lambda item: item.metadata.etag, wide=True),
+    )
 
 
 def resource(
