@@ -122,23 +122,9 @@ def change_message(change: ResourceChange) -> pb.ResourceChange:
 def _name_deleted(found: pb.ResourceChange, change: ResourceChange) -> None:
     model, _, rest = change.name.partition("/")
     match change.kind:
-        case ResourceKind.TENANT:
-            found.tenant.metadata.name = change.name
-        case ResourceKind.ALIAS:
-            found.alias.metadata.name = change.name
-        case ResourceKind.KEY:
-            found.key.metadata.name = change.name
-        case ResourceKind.BUDGET:
-            found.budget.metadata.name = change.name
-        case ResourceKind.OBJECTIVE:
-            found.objective.metadata.name = change.name
-        case ResourceKind.DEPLOYMENT:
-            found.deployment.metadata.name = change.name
-        case ResourceKind.ROLLOUT:
-            found.rollout.metadata.name = change.name
-        case ResourceKind.NODE:
-            found.node.metadata.name = change.name
         case ResourceKind.MODEL_VERSION:
             found.model_version.model, found.model_version.version_digest = model, rest
         case ResourceKind.MODEL_TAG:
             found.model_tag.model, found.model_tag.tag = model, rest
+        case kind:  # names the field of its resource
+            getattr(found, kind).metadata.name = change.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.controlplane.resources.accounts import Accounts, Sealer
+from services.controlplane.resources.accounts import Keys, Sealer, Tenants
 from services.controlplane.resources.aliases import Aliases
 from services.controlplane.resources.budgets import Budgets
 from services.controlplane.resources.deployments import Deployments
@@ -30,7 +30,8 @@ class ControlPlaneService:
         *,
         new_secret: Callable[[], bytes] = secrets.new_secret,
     ) -> None:
-        self.accounts = Accounts(store, clock, sealer, new_secret=new_secret)
+        self.tenants = Tenants(store, clock)
+        self.keys = Keys(store, clock, sealer, new_secret=new_secret)
         self.budgets = Budgets(store, clock, spending)
         self.aliases = Aliases(store, clock)
         self.deployments = Deployments(store, clock)

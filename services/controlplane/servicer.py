@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from operator import attrgetter
@@ -61,6 +61,7 @@ from services.runtime.identity import caller_tenant, principal
 from services.runtime.ids import request_id_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
+More = Callable[[Any], dict[str, Any]]  # arguments of a verb, of its request
 
 _UNREAD_S: Final = 30.0  # a watch ends when its client reads nothing for this long
 _PER_MESSAGE: Final = 500
@@ -124,12 +125,12 @@ def _methods(
     message: Callable[[Any], Message],
     from_proto: Callable[[Any], Any] | None = None,
     *,
-    acts: Sequence[str] = (),
+    acts: Mapping[str, More] | None = None,
 ) -> dict[str, Any]:
     """Return the methods of a kind of resource by name, without what a class defines itself.
 
     The service has what decides on it under ``plural``. With ``from_proto`` it is written as a whole.
-    ``acts`` are the verbs that take no more than its name, its etag and, where the request has one, a reason.
+    ``acts`` are its other verbs, each with what it takes besides its name and its etag.
     """
     field, items = kind.lower(), plural.lower()
     of = attrgetter(f"service.{items}")
@@ -149,19 +150,16 @@ def _methods(
         await of(self).delete(request.name, etag=request.etag, request_id=request.request_id)
         return getattr(pb, f"Delete{kind}Response")()
 
-    def act(verb: str) -> Any:
-        has_reason = "reason" in getattr(pb, f"{verb}{kind}Request").DESCRIPTOR.fields_by_name
-
+    def act(verb: str, more: More) -> Any:
         async def acted(self: ControlPlaneServicer, request: Any, context: Context) -> Any:
-            reason = {"reason": request.reason} if has_reason else {}
             run = getattr(of(self), verb.lower())
             guards = {"etag": request.etag, "request_id": request.request_id}
-            return answer(verb, await run(request.name, **guards, **reason))
+            return answer(verb, await run(request.name, **guards, **more(request)))
 
         return acted
 
     found = {f"Get{kind}": get, f"List{plural}": page, f"Delete{kind}": delete}
-    found |= {f"{verb}{kind}": act(verb) for verb in acts}
+    found |= {f"{verb}{kind}": act(verb, more) for verb, more in (acts or {}).items()}
     if from_proto is None:
         return found
     written = from_proto
@@ -179,13 +177,36 @@ def _methods(
     return found | {f"Create{kind}": create, f"Update{kind}": update}
 
 
+def _nothing(request: Any) -> dict[str, Any]:
+    return {}
+
+
+def _reason(request: Any) -> dict[str, Any]:
+    return {"reason": request.reason}
+
+
+_NODE_ACTS: Final = {
+    "Cordon": _nothing,
+    "Uncordon": _nothing,
+    "Drain": lambda request: {"ends_in_s": seconds_of(request.ends_in)},
+    "Assign": lambda request: {"tenant": request.tenant},
+}
+_ROLLOUT_ACTS: Final = {
+    "Promote": lambda request: {"promotion": promotion_from_proto(request)},
+    "Pause": _nothing,
+    "Resume": _nothing,
+    "Abort": _reason,
+    "Revert": _reason,
+}
 _RESOURCES: Final = (
-    _methods("Deployment", "Deployments", deployment_message, convert.deployment_from_proto)
+    _methods("Tenant", "Tenants", tenant_message, convert.tenant_from_proto, acts={"Erase": _nothing})
+    | _methods("Key", "Keys", key_message, convert.key_from_proto)
+    | _methods("Deployment", "Deployments", deployment_message, convert.deployment_from_proto)
     | _methods("Budget", "Budgets", budget_message, convert.budget_from_proto)
     | _methods("Alias", "Aliases", alias_message, convert.ALIAS.from_proto)
     | _methods("Objective", "Objectives", objective_message)
-    | _methods("Node", "Nodes", node_message, acts=("Cordon", "Uncordon"))
-    | _methods("Rollout", "Rollouts", rollout_to_proto, acts=("Pause", "Resume", "Abort", "Revert"))
+    | _methods("Node", "Nodes", node_message, acts=_NODE_ACTS)
+    | _methods("Rollout", "Rollouts", rollout_to_proto, acts=_ROLLOUT_ACTS)
 )
 
 
@@ -225,82 +246,25 @@ class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are thos
     async def GetCaller(self, request: pb.GetCallerRequest, context: Context) -> pb.GetCallerResponse:
         return convert.CALLER.to_proto(principal())
 
-    async def CreateTenant(
-        self, request: pb.CreateTenantRequest, context: Context
-    ) -> pb.CreateTenantResponse:
-        tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self.service.accounts.create_tenant(tenant, request_id=request.request_id)
-        return pb.CreateTenantResponse(tenant=tenant_message(stored))
-
     async def GetTenant(self, request: pb.GetTenantRequest, context: Context) -> pb.GetTenantResponse:
-        stored = await self.service.accounts.get_tenant(request.name)
-        ring = await self.service.accounts.tenant_keyring(request.name)
+        stored = await self.service.tenants.get(request.name)
+        ring = await self.service.tenants.keyring(request.name)
         return pb.GetTenantResponse(tenant=tenant_message(stored, ring))
-
-    async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> pb.ListTenantsResponse:
-        page, token = await self.service.accounts.list_tenants(
-            size=request.page_size, token=request.page_token
-        )
-        return pb.ListTenantsResponse(
-            tenants=[tenant_message(stored) for stored in page], next_page_token=token
-        )
-
-    async def UpdateTenant(
-        self, request: pb.UpdateTenantRequest, context: Context
-    ) -> pb.UpdateTenantResponse:
-        tenant = convert.tenant_from_proto(request.tenant)
-        stored = await self.service.accounts.update_tenant(
-            tenant, etag=request.tenant.metadata.etag, request_id=request.request_id
-        )
-        return pb.UpdateTenantResponse(tenant=tenant_message(stored))
-
-    async def DeleteTenant(
-        self, request: pb.DeleteTenantRequest, context: Context
-    ) -> pb.DeleteTenantResponse:
-        await self.service.accounts.delete_tenant(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.DeleteTenantResponse()
-
-    async def EraseTenant(self, request: pb.EraseTenantRequest, context: Context) -> pb.EraseTenantResponse:
-        stored = await self.service.accounts.erase_tenant(
-            request.name, etag=request.etag, request_id=request.request_id
-        )
-        return pb.EraseTenantResponse(tenant=tenant_message(stored))
 
     async def RotateTenantKey(
         self, request: pb.RotateTenantKeyRequest, context: Context
     ) -> pb.RotateTenantKeyResponse:
-        await self.service.accounts.rotate_tenant_key(request.name, request_id=request.request_id)
+        await self.service.tenants.rotate_key(request.name, request_id=request.request_id)
         return pb.RotateTenantKeyResponse()
 
     async def CreateKey(self, request: pb.CreateKeyRequest, context: Context) -> pb.CreateKeyResponse:
         key = convert.key_from_proto(request.key)
-        stored, text = await self.service.accounts.create_key(key, request_id=request.request_id)
+        stored, text = await self.service.keys.create(key, request_id=request.request_id)
         return pb.CreateKeyResponse(key=key_message(stored), secret=text)
-
-    async def GetKey(self, request: pb.GetKeyRequest, context: Context) -> pb.GetKeyResponse:
-        return pb.GetKeyResponse(key=key_message(await self.service.accounts.get_key(request.name)))
-
-    async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
-        page, token = await self.service.accounts.list_keys(size=request.page_size, token=request.page_token)
-        return pb.ListKeysResponse(keys=[key_message(stored) for stored in page], next_page_token=token)
-
-    async def UpdateKey(self, request: pb.UpdateKeyRequest, context: Context) -> pb.UpdateKeyResponse:
-        stored = await self.service.accounts.update_key(
-            convert.key_from_proto(request.key),
-            etag=request.key.metadata.etag,
-            request_id=request.request_id,
-        )
-        return pb.UpdateKeyResponse(key=key_message(stored))
-
-    async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Context) -> pb.DeleteKeyResponse:
-        await self.service.accounts.delete_key(request.name, etag=request.etag, request_id=request.request_id)
-        return pb.DeleteKeyResponse()
 
     async def RotateKey(self, request: pb.RotateKeyRequest, context: Context) -> pb.RotateKeyResponse:
         grace_s = seconds_of(request.grace)
-        stored, text = await self.service.accounts.rotate_key(
+        stored, text = await self.service.keys.rotate(
             request.name, grace_s=grace_s, etag=request.etag, request_id=request.request_id
         )
         return pb.RotateKeyResponse(key=key_message(stored), secret=text)
@@ -337,28 +301,10 @@ class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are thos
         self, request: pb.UpdateObjectiveRequest, context: Context
     ) -> pb.UpdateObjectiveResponse:
         objective = convert.objective_from_proto(request.objective)
-        view = await self.service.objectives.update(
-            objective,
-            etag=request.objective.metadata.etag,
-            request_id=request.request_id,
-        )
+        etag = request.objective.metadata.etag
+        view = await self.service.objectives.update(objective, etag=etag, request_id=request.request_id)
         warnings = await warnings_of(objective, self._slis)
         return pb.UpdateObjectiveResponse(objective=objective_message(view, warnings))
-
-    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.DrainNodeResponse:
-        view = await self.service.nodes.drain(
-            request.name,
-            ends_in_s=seconds_of(request.ends_in),
-            etag=request.etag,
-            request_id=request.request_id,
-        )
-        return pb.DrainNodeResponse(node=node_message(view))
-
-    async def AssignNode(self, request: pb.AssignNodeRequest, context: Context) -> pb.AssignNodeResponse:
-        view = await self.service.nodes.assign(
-            request.name, request.tenant, etag=request.etag, request_id=request.request_id
-        )
-        return pb.AssignNodeResponse(node=node_message(view))
 
     async def CreateRollout(
         self, request: pb.CreateRolloutRequest, context: Context
@@ -375,15 +321,6 @@ class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are thos
         return pb.ListRolloutsResponse(
             rollouts=[stored_to_proto(one.record, one.etag) for one in page], next_page_token=token
         )
-
-    async def PromoteRollout(
-        self, request: pb.PromoteRolloutRequest, context: Context
-    ) -> pb.PromoteRolloutResponse:
-        promotion = promotion_from_proto(request)
-        view = await self.service.rollouts.promote(
-            request.name, promotion, etag=request.etag, request_id=request.request_id
-        )
-        return pb.PromoteRolloutResponse(rollout=rollout_to_proto(view))
 
     async def ListQuarantined(
         self, request: pb.ListQuarantinedRequest, context: Context

@@ -171,9 +171,8 @@ class GenerationSpec:
     continues_prompt: bool = False  # the text of its outputs goes on from the prompt's
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
-    exact: bool = (
-        False  # promise of all replicas that are ready: neither company nor a move changes the output
-    )
+    # Promise of all replicas that are ready: neither company nor a move changes the output.
+    exact: bool = False
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
     safety: SafetyPins | None = None  # safety packs that it obeys; None: none
 

@@ -120,14 +120,6 @@ class ReportStream(Protocol):
         """Stop placements on the worker until it reports again. Idempotent."""
 
 
-class ReportStreams(Protocol):
-    def open_report(self, wake: Callable[[], None]) -> ReportStream:
-        """Return a new stream. ``wake`` is called, in the event loop, when ``take`` has something.
-
-        Raises NoLeader while this scheduler does not lead, OverQuota when there are too many streams.
-        """
-
-
 @dataclass(slots=True)
 class StepFrame:
     """All changes since the previous frame, to be processed in the order of the fields."""

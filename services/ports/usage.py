@@ -8,7 +8,7 @@ has a store of the same kind. Implementations: ``adapters/ledger_stores.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from services.core.limits import Limit
 from services.core.usage import UsageEvent
@@ -28,9 +28,6 @@ class Spending(Protocol):
 
         Raises StoreUnavailable, within a bounded time.
         """
-
-
-MAX_OBJECT_BYTES: Final = 256 * 1024 * 1024
 
 
 class LedgerStore(Protocol):

@@ -1,7 +1,7 @@
 """Checks that every request field is within the bounds stated in the protos, before any handler runs.
 
 The bounds are field options (``fairway/v1/options.proto``), compiled once per message type into a list of
-checks. A field without bounds is a bug: a test runs ``unbounded_fields``, which finds it.
+checks. A field without bounds is a bug: a test finds it.
 
 Those checks build a dotted path for each value, which an error names. A message that is within its bounds,
 as nearly all are, needs none: one function per message type takes less than half the time. It returns False
@@ -14,7 +14,7 @@ import hashlib
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Sized
 from functools import lru_cache
 from typing import Any, Final
 
@@ -148,25 +148,6 @@ def _check_count(values: Sized, max_items: int, path: str) -> None:
         raise _fail(path, f"has {len(values)} elements; at most {max_items} are taken")
 
 
-def unbounded_fields(roots: Iterable[Descriptor]) -> list[str]:
-    """Return the full names of the fields reachable from ``roots`` that lack the bounds their type needs."""
-    found: list[str] = []
-    seen: set[str] = set()
-    queue = list(roots)
-    while queue:
-        descriptor = queue.pop()
-        if descriptor.full_name in seen or descriptor.full_name in _WELL_KNOWN:
-            continue
-        seen.add(descriptor.full_name)
-        for field in descriptor.fields:
-            if not _is_bounded(field):
-                found.append(field.full_name)
-            element = _value_field(field)
-            if element.message_type is not None:
-                queue.append(element.message_type)
-    return sorted(found)
-
-
 def _bounds(field: FieldDescriptor) -> options_pb2.Bounds:
     return field.GetOptions().Extensions[options_pb2.bounds]
 
@@ -183,19 +164,6 @@ def _value_field(field: FieldDescriptor) -> FieldDescriptor:
 def _entry_field(field: FieldDescriptor, name: str) -> FieldDescriptor:
     assert field.message_type is not None
     return field.message_type.fields_by_name[name]
-
-
-def _is_bounded(field: FieldDescriptor) -> bool:
-    bounds, element = _bounds(field), _value_field(field)
-    if field.is_repeated and not bounds.max_items:
-        return False
-    if element.cpp_type in _STRINGS:
-        return bounds.max_bytes > 0
-    if element.cpp_type in (*INTEGERS, *REALS):
-        return bounds.any or (bounds.HasField("min") and bounds.HasField("max"))
-    if element.message_type is not None and element.message_type.full_name == DURATION:
-        return bounds.HasField("max")
-    return True
 
 
 @lru_cache(maxsize=1024)

@@ -49,7 +49,7 @@ _MAX_AGE_US: Final = 3600 * 1_000_000  # the maximum age of an arrival
 
 
 class SchedulerService:
-    """Opens the streams of gateways and workers. Implements ``ports.report_stream.ReportStreams``."""
+    """Opens the streams of gateways and workers."""
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from services.core.estimates.cost_model import encode
 from services.core.records import Priority
 from services.scheduler.policy.overload.pressure import ServiceTargets
 from services.scheduler.policy.overload.shedding import SheddingPolicy
-from simulator.elastic.pool import ElasticPool
 from simulator.elastic.traffic import DayRequest, Workload
 from simulator.fleet.clients.client import RequestRecord, SimRequest
 from simulator.fleet.fleet import simulate
@@ -104,20 +103,3 @@ def fleet_attainment(load: Workload, rate_per_s: float) -> float:
             on_record=ended,
         )
     return met / counted
-
-
-def pool_attainment(load: Workload, rate_per_s: float) -> float:
-    """Return the same of the model that runs a day."""
-    pool = ElasticPool(replace(load, duration_s=LOAD_S), Unscaled(), replicas=WORKERS)
-    pool.run(steady(load, rate_per_s))
-    missed = sum(at_s >= WARM_UP_S for at_s in pool.misses)
-    return 1.0 - missed / sum(one.arrival_s >= WARM_UP_S for one in steady(load, rate_per_s))
-
-
-class Unscaled:
-    """A pool whose size stays."""
-
-    every_s = LOAD_S
-
-    def replicas(self, pool: ElasticPool, now_s: float) -> int:
-        return WORKERS

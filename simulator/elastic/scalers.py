@@ -15,7 +15,6 @@ from services.core.records import Priority
 from simulator.elastic.pool import START_S, ElasticPool
 
 MOST: Final = 40
-DUE_BINS_S: Final = (900.0, 1800.0, 3600.0, 7200.0, 14_400.0, 21_600.0)
 
 
 @dataclass(slots=True)

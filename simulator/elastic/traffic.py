@@ -58,9 +58,8 @@ class Workload:
     wander_sigma: float  # standard deviation of the rate's logarithm
     wander_s: float  # time constant of the rate's changes
     targets: dict[Priority, float]  # times to first token
-    shed_ratio: float = (
-        0.75  # predicted wait from which a request is refused, by its target; a prefill follows
-    )
+    # Predicted wait from which a request is refused, by its target; a prefill follows.
+    shed_ratio: float = 0.75
     max_sequences: int = 64  # of an engine
     swing_ratio: float = 0.6  # 4:1 between peak and night
     spikes: int = 4  # in a day

@@ -62,8 +62,6 @@ class HandoffOutcome:
 
     counted: int = 0
     good: int = 0
-    missed_ttft: int = 0
-    missed_tpot: int = 0
     handed_over: int = 0
     lost_tokens: int = 0  # tokens handed over and evicted before their sequence started
     ended: bool = True
@@ -202,8 +200,6 @@ class HandoffWorld:
             slow = request.last_s - request.first_s > slo.tpot_s * (request.tokens - 1)
             outcome.counted += 1
             outcome.good += not (late or slow)
-            outcome.missed_ttft += late
-            outcome.missed_tpot += slow
             outcome.ttft.add(ttft_s)
         outcome.ended = outcome.counted - outcome.good <= self._most_missed
         if self._ended == self._spec.requests or not outcome.ended:

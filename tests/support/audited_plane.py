@@ -248,7 +248,7 @@ async def times_of_changes(etcd: str, folder: Path, blocks: int = 20) -> dict[st
         for number in range(100):
             begin_call("ControlPlaneService/CreateTenant", Principal("root", KeyRole.ADMIN), "127.0.0.1")
             began = time.perf_counter()
-            await services[block % 2].accounts.create_tenant(Tenant(Meta(f"t{block}-{number}")))
+            await services[block % 2].tenants.create(Tenant(Meta(f"t{block}-{number}")))
             times[block % 2].append(1000 * (time.perf_counter() - began))
             await asyncio.sleep(0.01)  # the pace of scripts, so that a block lasts as long as several batches
         while (await store.list(PENDING)).entries:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
 from services.adapters.links.reporter import ReportLink
 from services.core.errors import NoLeader
 from services.core.fleet import ReportSnapshot
 from services.ports.clock import Clock
-from services.ports.streams import ReportAnswer, ReportStream, ReportStreams
+from services.ports.streams import ReportAnswer, ReportStream
+
+
+class ReportStreams(Protocol):
+    def open_report(self, wake: Callable[[], None]) -> ReportStream:
+        """Return a new stream. ``wake`` is called, in the event loop, when ``take`` has something.
+
+        Raises NoLeader while this scheduler does not lead, OverQuota when there are too many streams.
+        """
 
 
 class LocalReportLinks:

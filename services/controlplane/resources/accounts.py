@@ -104,23 +104,17 @@ def _xor(left: bytes, right: bytes) -> bytes:
     return bytes(a ^ b for a, b in zip(left, right, strict=True))
 
 
-class Accounts:
+class Tenants:
     """Stateless: every answer comes from the store, every write is conditional on what was read."""
 
-    def __init__(
-        self, store: Store, clock: Clock, sealer: Sealer, *, new_secret: Callable[[], bytes]
-    ) -> None:
+    def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._sealer = sealer
-        self._new_secret = new_secret
         self._tenants = Resources(store, clock, TENANTS, Tenant)
         self._keys = Resources(store, clock, KEYS, ApiKey)
         self._budgets = Resources(store, clock, BUDGETS, Budget)
 
-    # --- tenants ---------------------------------------------------------------------------------
-
-    async def create_tenant(self, tenant: Tenant, *, request_id: str = "") -> Stored[Tenant]:
+    async def create(self, tenant: Tenant, *, request_id: str = "") -> Stored[Tenant]:
         if not _TENANT_NAME.fullmatch(tenant.meta.name):
             raise InvalidInput(
                 "a tenant's name has at most 64 lower-case letters, digits and hyphens",
@@ -129,7 +123,9 @@ class Accounts:
         _require_consistent(tenant)
         request = self._tenants.request("create", tenant, request_id)
         if await self._tenants.replayed(request) is None:
-            await self._require_deployed(_degraded_models(tenant), field="tenant.degrade.smaller_models")
+            await _require_deployed(
+                self._store, _degraded_models(tenant), field="tenant.degrade.smaller_models"
+            )
         keys, pack = await self._without_former_keys(tenant.meta.name), await self._user_of_pack(tenant)
         together = WriteSet((*keys.conditions, *pack.conditions), (*keys.operations, *pack.operations))
         tenant = self._consented(tenant, TrainingConsent())
@@ -137,13 +133,13 @@ class Accounts:
         log.info("tenant.created", tenant=tenant.meta.name)
         return created
 
-    async def get_tenant(self, name: str) -> Stored[Tenant]:
+    async def get(self, name: str) -> Stored[Tenant]:
         return await self._tenants.get(name)
 
-    async def list_tenants(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[Tenant], ...], str]:
+    async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[Tenant], ...], str]:
         return await self._tenants.page(size=size, token=token)
 
-    async def update_tenant(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
+    async def update(self, tenant: Tenant, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
         """Replace a tenant. Its limits apply from the next request that a gateway admits.
 
         Once a gateway receives the change, it rejects new requests of a disabled tenant; running requests
@@ -157,8 +153,8 @@ class Accounts:
             together = await self._user_of_pack(tenant)
             had = _degraded_models(before)
             added = [model for model in _degraded_models(tenant) if model not in had]
-            await self._require_deployed(added, field="tenant.degrade.smaller_models")
-            if not tenant.disabled and (await self.tenant_keyring(tenant.meta.name)).erase_unix_s:
+            await _require_deployed(self._store, added, field="tenant.degrade.smaller_models")
+            if not tenant.disabled and (await self.keyring(tenant.meta.name)).erase_unix_s:
                 raise FailedPrecondition(
                     f"tenant {tenant.meta.name} was erased: delete it, and create it again",
                     name=tenant.meta.name,
@@ -173,7 +169,7 @@ class Accounts:
         log.info("tenant.updated", tenant=tenant.meta.name, disabled=tenant.disabled)
         return updated
 
-    async def delete_tenant(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+    async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
         """Remove a tenant. Raises FailedPrecondition while it has keys or budgets."""
         request = self._tenants.request("delete", name, request_id, etag=etag)
         if await self._tenants.done(request):
@@ -199,12 +195,12 @@ class Accounts:
         await self._tenants.delete(name, request, etag=etag, together=together)
         log.info("tenant.deleted", tenant=name)
 
-    async def tenant_keyring(self, name: str) -> TenantKeyring:
+    async def keyring(self, name: str) -> TenantKeyring:
         """Return the data keys of a tenant, wrapped; none before its first data is stored."""
         entry = await self._store.get(TENANT_KEYS + name)
         return TenantKeyring() if entry is None else load(entry.value, TenantKeyring)
 
-    async def erase_tenant(self, name: str, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
+    async def erase(self, name: str, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
         """Destroy every generation of a tenant's data key, and disable the tenant, in one commit.
 
         Gateways use no key that they hold from the moment they receive the change, and delete what is stored.
@@ -218,7 +214,7 @@ class Accounts:
         log.info("tenant.erased", tenant=name)
         return erased
 
-    async def rotate_tenant_key(self, name: str, *, request_id: str = "") -> None:
+    async def rotate_key(self, name: str, *, request_id: str = "") -> None:
         """Let a gateway make another data key, which seals from then on. Raises FailedPrecondition for an
         erased tenant and for one with as many keys as may be, Conflict after a concurrent write."""
         request = self._tenants.request("rotate-key", name, request_id)
@@ -280,9 +276,20 @@ class Accounts:
         consent = replace(wanted, recorded_by=principal().key_id, record_unix_s=self._clock.unix_s())
         return replace(tenant, training_consent=consent)
 
-    # --- keys ------------------------------------------------------------------------------------
 
-    async def create_key(self, key: ApiKey, *, request_id: str = "") -> tuple[Stored[ApiKey], str]:
+class Keys:
+    """API keys; stateless as ``Tenants``."""
+
+    def __init__(
+        self, store: Store, clock: Clock, sealer: Sealer, *, new_secret: Callable[[], bytes]
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._sealer = sealer
+        self._new_secret = new_secret
+        self._keys = Resources(store, clock, KEYS, ApiKey)
+
+    async def create(self, key: ApiKey, *, request_id: str = "") -> tuple[Stored[ApiKey], str]:
         """Return a new key and its text; only the text's hash is stored.
 
         The text is stored sealed for the ten minutes of a request id, so that a repeated request returns it
@@ -301,7 +308,7 @@ class Accounts:
             )
         together = await self._owner_of(key)
         _require_within(key, await self._ceiling())
-        await self._require_deployed(key.models, field="key.models")
+        await _require_deployed(self._store, key.models, field="key.models")
         secret = self._new_secret()
         text, hashed = secrets.new_key(name, secret)
         made = await self._keys.create(
@@ -315,18 +322,18 @@ class Accounts:
         log.info("key.created", key=name, role=key.role.value, tenant=key.tenant)
         return made, text
 
-    async def get_key(self, name: str) -> Stored[ApiKey]:
+    async def get(self, name: str) -> Stored[ApiKey]:
         return await self._keys.get(name)
 
-    async def list_keys(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[ApiKey], ...], str]:
+    async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[Stored[ApiKey], ...], str]:
         return await self._keys.page(size=size, token=token)
 
-    async def delete_key(self, name: str, *, etag: str = "", request_id: str = "") -> None:
+    async def delete(self, name: str, *, etag: str = "", request_id: str = "") -> None:
         """Remove a key; each gateway rejects it once it receives the change."""
         await self._keys.delete(name, self._keys.request("delete", name, request_id, etag=etag), etag=etag)
         log.info("key.deleted", key=name)
 
-    async def update_key(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
+    async def update(self, wanted: ApiKey, *, etag: str = "", request_id: str = "") -> Stored[ApiKey]:
         """Replace a key's models, expiry, limits and labels. Rejects changes of its role, tenant or secret.
 
         Raises ModelNotFound for a model that is new and not deployed, PermissionDenied beyond the ceiling.
@@ -348,12 +355,12 @@ class Accounts:
         if wanted.role.of_tenant and await self._keys.replayed(request) is None:
             had = (await self._keys.get(wanted.meta.name)).record.models
             added = [model for model in wanted.models if model not in had]
-            await self._require_deployed(added, field="key.models")
+            await _require_deployed(self._store, added, field="key.models")
         stored = await self._keys.update(wanted.meta.name, changed, request, etag=etag)
         log.info("key.updated", key=wanted.meta.name)
         return stored
 
-    async def rotate_key(
+    async def rotate(
         self, name: str, *, grace_s: float, etag: str = "", request_id: str = ""
     ) -> tuple[Stored[ApiKey], str]:
         """Return the key with a new text; the old text stays valid for ``grace_s`` more seconds.
@@ -395,16 +402,6 @@ class Accounts:
             return ApiKey(Meta(who.key_id), who.role, "", who.tenant_id)
         return (await self._keys.get(who.key_id)).record
 
-    async def _require_deployed(self, models: Iterable[str], *, field: str) -> None:
-        """Raises ModelNotFound for the first name without a deployment: most often it is misspelt."""
-        for model in models:
-            if not (_DEPLOYMENT.fullmatch(model) and await self._store.get(DEPLOYMENTS + model)):
-                raise ModelNotFound(
-                    f"there is no deployment {model[:128]!r}: create it first, and name it then",
-                    model=model[:128],
-                    field=field,
-                )
-
     def _seal(self, secret: bytes, request: WriteRequest) -> str:
         if not request.request_id:
             return ""
@@ -437,6 +434,17 @@ async def tenant_exists(store: Store, tenant: str, *, user: str) -> WriteSet:
         conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
         operations=(Put(_USERS_OF_TENANT + tenant, user.encode()),),
     )
+
+
+async def _require_deployed(store: Store, models: Iterable[str], *, field: str) -> None:
+    """Raises ModelNotFound for the first name without a deployment: most often it is misspelt."""
+    for model in models:
+        if not (_DEPLOYMENT.fullmatch(model) and await store.get(DEPLOYMENTS + model)):
+            raise ModelNotFound(
+                f"there is no deployment {model[:128]!r}: create it first, and name it then",
+                model=model[:128],
+                field=field,
+            )
 
 
 def _require_bare(key: ApiKey) -> None:

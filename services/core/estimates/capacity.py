@@ -104,10 +104,6 @@ class ReplicaCapacity:
         """Return the rate in prompt and output tokens."""
         return self.requests_per_s * mix.tokens
 
-    def service_s(self, mix: RequestMix) -> float:
-        """Return the seconds from the first to the last token of the mean request at that rate."""
-        return mix.output_tokens * self.step_s
-
 
 def capacity_of(
     costs: CostModel, mix: RequestMix, *, itl_target_s: float = math.inf, max_sequences: int = MAX_SEQUENCES

@@ -54,9 +54,8 @@ class AcceptedTerms(msgspec.Struct, array_like=True, tag="a", frozen=True):
     constrained_form: OutputForm | None = None
     weights_digest: str = ""  # digest of the weights; an adapter has that of its base
     base_digest: str = ""  # version that an adapter changes; empty: the version is none
-    exact: bool = (
-        False  # promise of all replicas that are ready: neither company nor a move changes the output
-    )
+    # Promise of all replicas that are ready: neither company nor a move changes the output.
+    exact: bool = False
     size: SizeChoice | None = None  # choice of its model among the sizes of an alias
     safety: SafetyPins | None = None  # safety packs that it obeys; None: none
 

@@ -71,11 +71,6 @@ class RetryBudget:
         self._balance = self._policy.burst
         self._as_of_s: float | None = None
 
-    @property
-    def balance(self) -> float:
-        """How many retries may start at once; below zero, how many wait."""
-        return self._balance
-
     def request_began(self, now_s: float) -> None:
         self._fill(now_s, self._policy.ratio)
 

@@ -157,9 +157,7 @@ class RowsService:
             return await self._read(safe, model, pairs, right, _cut_to(request), "seconds")
 
         terms = self._terms(principal, request, received, timeout_s)
-        job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
-        answer = await self._answer(job)
-        return Scores(answer, scores(answer.outputs[0]))
+        return await self._scores(RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored))
 
     async def rerank(
         self,
@@ -177,9 +175,7 @@ class RowsService:
             return await self._read(safe, model, queries, documents, _cut_to(request), "documents")
 
         terms = self._terms(principal, request, received, timeout_s)
-        job = RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored)
-        answer = await self._answer(job)
-        return Scores(answer, scores(answer.outputs[0]))
+        return await self._scores(RowsJob(principal, request, terms, [Operation.SCORE], prepare, _scored))
 
     async def infer(
         self,
@@ -244,6 +240,10 @@ class RowsService:
         if not route.ready_replicas and self._parts.catalog.waking(route.model) is None:
             text = f"no replica of {route.model} is ready"
             raise NoWorkerAvailable(text, retry_after_s=_READY_RETRY_S, model=route.model)
+
+    async def _scores(self, job: RowsJob) -> Scores:
+        answer = await self._answer(job)
+        return Scores(answer, scores(answer.outputs[0]))
 
     async def _read(
         self,

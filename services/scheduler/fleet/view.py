@@ -218,11 +218,6 @@ class FleetView:
         worker = self._workers[worker_id]
         return worker.address, worker.incarnation
 
-    def stream_of(self, worker_id: str) -> int:
-        """Return the number of the stream on which a worker last reported; 0 if it never did."""
-        worker = self._workers.get(worker_id)
-        return 0 if worker is None else worker.stream
-
     def pool_of(self, worker_id: str, digest: str) -> PoolSnapshot:
         """Return what a worker last reported of a version that it has."""
         return self._workers[worker_id].pools[digest]

@@ -25,10 +25,9 @@ IDLE_INTERVAL_S: Final = 60.0  # the interval while nothing runs
 
 class Tally:
     """Accumulates usage until it is taken. Tokens and rows are counted by (tenant, version, class). The
-    newest ``MAX_ENDED`` ended sequences are retained; ``ended_dropped`` counts the others."""
+    newest ``MAX_ENDED`` ended sequences are retained."""
 
     def __init__(self, *, max_ended: int = MAX_ENDED) -> None:
-        self.ended_dropped = 0
         self._max_ended = max_ended
         self._prefill: dict[Key, tuple[int, int]] = {}
         self._output: dict[Key, int] = {}
@@ -56,7 +55,6 @@ class Tally:
         self._ended[key] = usage
         if len(self._ended) > self._max_ended:
             del self._ended[next(iter(self._ended))]
-            self.ended_dropped += 1
 
     def take(self, limit: int) -> tuple[TenantTokens, ...]:
         """Return and remove at most ``limit`` entries, in order of tenant, version and class."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from random import Random
 from typing import Protocol
 
@@ -47,19 +45,3 @@ class LogNormal:
     def draw(self, rng: Random) -> int:
         drawn = rng.lognormvariate(math.log(self.median_tokens), self.sigma)
         return min(max(round(drawn), self.least_tokens), self.most_tokens)
-
-
-class Empirical:
-    """Lengths as they were seen: ``counts`` has the frequency of each."""
-
-    def __init__(self, counts: dict[int, float]) -> None:
-        if not counts or min(counts) < 1 or min(counts.values()) <= 0:
-            raise ValueError(
-                "an empirical distribution needs lengths of 1 and more, each with a count above 0"
-            )
-        self._lengths = sorted(counts)
-        self._upto = list(accumulate(counts[length] for length in self._lengths))
-
-    def draw(self, rng: Random) -> int:
-        found = bisect_right(self._upto, rng.random() * self._upto[-1])
-        return self._lengths[min(found, len(self._lengths) - 1)]

@@ -127,9 +127,9 @@ async def test_marker_of_a_request_is_part_of_its_write(plane: Plane) -> None:
     service = ControlPlaneService(store, plane.clock, SEALER, plane.limiter)
 
     async def other() -> None:
-        await service.accounts.create_tenant(Tenant(Meta("b")), request_id="r1")
+        await service.tenants.create(Tenant(Meta("b")), request_id="r1")
 
     store.between = other  # type: ignore[assignment]
     with pytest.raises(Conflict):
-        await service.accounts.create_tenant(Tenant(Meta("a")), request_id="r1")
+        await service.tenants.create(Tenant(Meta("a")), request_id="r1")
     assert [entry.key for entry in (await store.list(TENANTS)).entries] == [TENANTS + "b"]

@@ -125,13 +125,13 @@ async def test_tenant_with_keys_is_not_deleted(plane: Plane) -> None:
 async def test_key_made_while_its_tenant_is_deleted_leaves_no_orphan(plane: Plane) -> None:
     store = Interleaving(plane.clock)
     service = ControlPlaneService(store, plane.clock, SEALER, plane.limiter)
-    await service.accounts.create_tenant(Tenant(Meta("acme")))
+    await service.tenants.create(Tenant(Meta("acme")))
 
     async def make() -> None:
-        await service.accounts.create_key(ApiKey(Meta("k"), KeyRole.TENANT, "", tenant="acme"))
+        await service.keys.create(ApiKey(Meta("k"), KeyRole.TENANT, "", tenant="acme"))
 
     store.between = make  # type: ignore[assignment]
     with pytest.raises(Conflict):
-        await service.accounts.delete_tenant("acme")
+        await service.tenants.delete("acme")
     assert await store.get(TENANTS + "acme") is not None
     assert await store.get(KEYS + "k") is not None

@@ -14,7 +14,7 @@ from fairway.client.publish.publish import PublishRefused, publish
 from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import registry_pb2
 from services.adapters.etcd.store import EtcdStore
-from services.controlplane.resources.accounts import Accounts, Sealer
+from services.controlplane.resources.accounts import Tenants
 from services.controlplane.resources.deployments import Deployments
 from services.core.arms import ArmKey, SliKey
 from services.core.errors import FailedPrecondition, FairwayError, InvalidInput, NotFound, Unavailable
@@ -183,12 +183,12 @@ async def test_of_an_assignment_and_a_deletion_at_once_one_fails(
         await installation.call("DeleteDeployment", pb.DeleteDeploymentRequest(name="strict"))
 
     store.between = assign if first == "assignment" else delete
-    accounts = Accounts(store, CLOCK, Sealer(b"k" * 32), new_secret=lambda: b"s" * 32)
+    tenants = Tenants(store, CLOCK)
     with pytest.raises(FairwayError):
         if first == "assignment":
             await Deployments(store, CLOCK).delete("strict")
         else:
-            await accounts.update_tenant(Tenant(Meta("acme"), safety_pack="strict"))
+            await tenants.update(Tenant(Meta("acme"), safety_pack="strict"))
     assert store.between is None
     deployed = await installation.store.get(DEPLOYMENTS + "strict")
     assert (deployed is not None) is (first == "assignment")

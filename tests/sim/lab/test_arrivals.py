@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from simulator.lab.load.arrivals import Arrivals, Diurnal, Gamma, Modulated, OnOff, Poisson, Steps
-from simulator.lab.load.lengths import Empirical, Fixed, LogNormal
+from simulator.lab.load.lengths import Fixed, LogNormal
 
 ROUNDS = 20_000
 
@@ -116,22 +116,11 @@ def test_lognormal_lengths_have_their_median_and_bounds() -> None:
     assert drawn[-1] == 8192
 
 
-def test_empirical_lengths_come_as_often_as_they_were_seen() -> None:
-    rng, lengths = Random(2), Empirical({10: 1, 200: 3, 5: 6})
-    drawn = [lengths.draw(rng) for _ in range(ROUNDS)]
-    shares = [drawn.count(length) / ROUNDS for length in (5, 10, 200)]
-    assert shares == [
-        pytest.approx(0.6, abs=0.02),
-        pytest.approx(0.1, abs=0.01),
-        pytest.approx(0.3, abs=0.02),
-    ]
-    assert Fixed(7).draw(rng) == 7
+def test_fixed_lengths_are_all_the_same() -> None:
+    assert Fixed(7).draw(Random(2)) == 7
 
 
 def test_senseless_lengths_are_refused() -> None:
-    for wrong in ({}, {0: 1.0}, {5: 0.0}):
-        with pytest.raises(ValueError, match="empirical"):
-            Empirical(wrong)
     with pytest.raises(ValueError, match="the least is 1"):
         Fixed(0)
     with pytest.raises(ValueError, match="no distribution"):

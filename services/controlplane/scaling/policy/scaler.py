@@ -144,9 +144,8 @@ class _Arrivals:
     tuning: ScalerTuning
     counted: float = 0.0
     seen_s: float = -math.inf
-    counted_s: float = (
-        10.0  # time that the rates cover; the first of it, without work, damps the first counts
-    )
+    # Time that the rates cover; the first of it, without work, damps the first counts.
+    counted_s: float = 10.0
     fast: float = 0.0
     level: float = 0.0
     mean: float = 0.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Raw, Struct
@@ -22,8 +22,7 @@ from services.core.errors import (
     ThreadNotFound,
     UnsupportedFeature,
 )
-from services.core.generation import FinishReason, Principal, Usage
-from services.gateway.catalog import Route
+from services.core.generation import FinishReason, Usage
 from services.gateway.events import Accepted, Finished, Tokens
 from services.gateway.faces.messages.types import (
     AnswerBlock,
@@ -84,8 +83,8 @@ from services.gateway.faces.transport.blocks import (
 from services.gateway.faces.transport.event_ids import EventNumbers, keyed_numbers
 from services.gateway.faces.transport.event_stream import (
     AnswerFrames,
+    CountedStreams,
     EventStream,
-    GenerationStreams,
     answer_headers,
     collect,
     original,
@@ -449,19 +448,12 @@ def _usage(usage: Usage) -> MessagesUsage:
     return MessagesUsage(usage.prompt_tokens - cached, usage.output_tokens, cached)
 
 
-class MessagesCalls(GenerationStreams, Protocol):
-    async def count_tokens(
-        self, principal: Principal, request: inference_pb2.CountTokensRequest
-    ) -> tuple[Route, int]:
-        """Return the route and the number of tokens of the prompt for its model."""
-
-
 class MessagesFace:
     """The handlers of the routes."""
 
     def __init__(
         self,
-        service: MessagesCalls,
+        service: CountedStreams,
         clock: Clock,
         limits: HttpLimits,
         bodies: BodyReader,

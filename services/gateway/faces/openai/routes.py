@@ -29,7 +29,7 @@ from services.gateway.batches.service import BatchService
 from services.gateway.events import Received
 from services.gateway.faces.batches.routes import BatchesFace
 from services.gateway.faces.description.document import with_description
-from services.gateway.faces.messages.routes import MessagesCalls, MessagesFace
+from services.gateway.faces.messages.routes import MessagesFace
 from services.gateway.faces.openai.answers import (
     ChatCompletion,
     ModelEntry,
@@ -100,7 +100,7 @@ _MAX_NAMED_PATH: Final = 128
 T = TypeVar("T")
 
 
-class Generations(TokenCalls, Completions, MessagesCalls, ResponsesCalls, ModerationCalls, Protocol):
+class Generations(TokenCalls, Completions, ResponsesCalls, ModerationCalls, Protocol):
     """Whole requests: validates, admits, places and streams; raises the tree of ``core/errors.py``."""
 
     async def list_models(self, principal: Principal) -> Sequence[ServedModel]:

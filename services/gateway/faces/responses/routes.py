@@ -15,10 +15,8 @@ from msgspec import Meta, Raw, Struct, field, structs
 from msgspec.structs import replace
 
 from fairway.task_group import TaskGroup
-from fairway.v1 import inference_pb2
 from services.core.errors import FairwayError, IdempotencyConflict, InvalidInput, NotFound
 from services.core.generation import Principal
-from services.gateway.catalog import Route
 from services.gateway.events import Event
 from services.gateway.faces.openai.errors import PARAMS, error_body
 from services.gateway.faces.openai.exchange import (
@@ -66,6 +64,7 @@ from services.gateway.faces.responses.types import (
 from services.gateway.faces.transport.event_ids import HEADER, EventNumbers, keyed_numbers
 from services.gateway.faces.transport.event_stream import (
     REPLAYED,
+    CountedStreams,
     EventStream,
     GenerationStreams,
     answer_headers,
@@ -388,13 +387,8 @@ def _id_of_item(item: Raw) -> str:
     return _item_id(bytes(item)).id
 
 
-class ResponsesCalls(GenerationStreams, ModelNames, Protocol):
+class ResponsesCalls(CountedStreams, ModelNames, Protocol):
     """What the routes need of the service; raises the tree of ``core/errors.py``."""
-
-    async def count_tokens(
-        self, principal: Principal, request: inference_pb2.CountTokensRequest
-    ) -> tuple[Route, int]:
-        """Return the route and the number of tokens of the prompt for its model."""
 
 
 class ResponsesFace:

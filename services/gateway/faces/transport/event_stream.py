@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from fairway.task_group import TaskGroup
 from fairway.v1 import inference_pb2
 from services.core.generation import Principal
+from services.gateway.catalog import Route
 from services.gateway.events import Accepted, Event, Finished, Heartbeat, Received, Tokens, never
 from services.gateway.faces.openai.errors import Header
 from services.gateway.faces.openai.exchange import Reply, primary_failure, rate_headers
@@ -49,6 +50,13 @@ class GenerationStreams(Protocol):
         Closing the generator cancels the request and frees all its resources. One with an idempotency key
         runs on for a grace period, unless the caller then ``withdraws`` it.
         """
+
+
+class CountedStreams(GenerationStreams, Protocol):
+    async def count_tokens(
+        self, principal: Principal, request: inference_pb2.CountTokensRequest
+    ) -> tuple[Route, int]:
+        """Return the route and the number of tokens of the prompt for its model."""
 
 
 class AnswerFrames(ABC):

@@ -14,7 +14,7 @@ import torch
 
 from services.worker.engine.cuda import exact_kernels as exact_kernels
 from services.worker.engine.cuda.operators import TritonOperators
-from services.worker.engine.execute.operators import HeadNorms, Heads, Parts, whole
+from services.worker.engine.execute.operators import Parts, whole
 
 ROW_COLUMNS: Final = 1024  # columns of a row that are read at once
 
@@ -37,14 +37,11 @@ TILES: Final = {
 }
 
 
-class ExactOperators:
-    """Implements ``Operators``: a row's result is a function of that row and the weights, to the last bit."""
+class ExactOperators(TritonOperators):
+    """Implements ``Operators``: a row's result is a function of that row and the weights, to the last bit.
 
-    copies = False
-
-    def __init__(self, *, kv_heads: int, eps: float) -> None:
-        self._by_head = TritonOperators(kv_heads=kv_heads, eps=eps)  # one program per row and head
-        self._eps = eps
+    What it inherits for heads is that already: one program per row and head.
+    """
 
     def projection(self, parts: Parts, bias: torch.Tensor | None) -> Product:
         """See ``Operators``."""
@@ -60,12 +57,6 @@ class ExactOperators:
         out = torch.empty_like(x)
         exact_kernels.norm_rows[(len(x),)](x, weight, out, self._eps, **_columns(x))
         return out
-
-    def heads(
-        self, qkv: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
-    ) -> Heads:
-        """See ``Operators``; ``qkv`` is changed in place."""
-        return self._by_head.heads(qkv, norms, cos, sin)
 
 
 class Product:

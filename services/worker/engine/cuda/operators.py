@@ -13,19 +13,22 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.engine.cuda import elementwise as kernels
-from services.worker.engine.execute.operators import Gated, HeadNorms, Heads, Parts, Projection, whole
+from services.worker.engine.execute.operators import (
+    Gated,
+    HeadNorms,
+    Heads,
+    Parts,
+    Projection,
+    SiluGated,
+    TorchOperators,
+    whole,
+)
 
 GATE_COLUMNS: Final = 1024  # columns that one program computes
 
 
-class TritonOperators:
-    """Implements ``Operators``."""
-
-    copies = False
-
-    def __init__(self, *, kv_heads: int, eps: float) -> None:
-        self._kv_heads = kv_heads
-        self._eps = eps
+class TritonOperators(TorchOperators):
+    """Implements ``Operators``; only the norm of whole rows is torch's."""
 
     def projection(self, parts: Parts, bias: torch.Tensor | None) -> Projection:
         """See ``Operators``."""
@@ -34,10 +37,6 @@ class TritonOperators:
     def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """See ``Operators``."""
         return _Gated(_Linear(whole(parts), bias))
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """See ``Operators``."""
-        return F.rms_norm(x, weight.shape, weight, self._eps)
 
     def heads(
         self, qkv: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
@@ -70,17 +69,7 @@ class _Linear:
         return residual.addmm_(x, self._weight.t())
 
 
-class _Gated:
-    def __init__(self, both: _Linear) -> None:
-        self.bytes = both.bytes
-        self._both = both
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.combine(self.both(x))
-
-    def both(self, x: torch.Tensor) -> torch.Tensor:
-        return self._both(x)
-
+class _Gated(SiluGated):
     def combine(self, both: torch.Tensor) -> torch.Tensor:
         rows, width = both.shape[0], both.shape[1] // 2
         out = torch.empty(rows, width, dtype=both.dtype, device=both.device)

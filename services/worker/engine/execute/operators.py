@@ -105,7 +105,7 @@ class TorchOperators:
 
     def gated(self, parts: Parts, bias: torch.Tensor | None) -> Gated:
         """See ``Operators``."""
-        return _Gated(Linear(whole(parts), bias))
+        return SiluGated(Linear(whole(parts), bias))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See ``Operators``."""
@@ -124,8 +124,10 @@ class TorchOperators:
         return qk[:, :heads], qk[:, heads:], v
 
 
-class _Gated:
-    def __init__(self, both: Linear) -> None:
+class SiluGated:
+    """Implements ``Gated`` on one projection to both."""
+
+    def __init__(self, both: Projection) -> None:
         self.bytes = both.bytes
         self._both = both
 
