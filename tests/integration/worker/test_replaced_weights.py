@@ -293,7 +293,8 @@ async def test_deleted_files_of_the_version_before_are_fetched_again(
     monkeypatch.setattr(Versions, "readable", lambda _, model, digest: readable(kept, model, digest))
     await worker.assign(replace(version(A), served=True), version(B, 0.0))
     await eventually(lambda: state(worker, B) is VersionState.READY, PATIENCE_S)
-    assert [one.engine_pid for one in worker.agent.status().versions] == [pid]
+    # The version before may be listed still.
+    assert {one.engine_pid for one in worker.agent.status().versions} == {pid}
 
 
 async def test_weights_that_cannot_be_replaced_are_refused_by_name(
