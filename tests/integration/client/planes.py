@@ -75,7 +75,7 @@ class Servicer(ControlPlaneServicer):
     async def ListTenants(self, request: Any, context: Any) -> Any:
         return await self._maybe("ListTenants", await super().ListTenants(request, context), context)
 
-    async def WatchResources(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+    async def WatchResources(self, request: Any, context: Any) -> Any:
         self.resumed.append(request.after_revision)
         await self._hold()
         await super().WatchResources(request, context)
