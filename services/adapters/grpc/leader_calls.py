@@ -209,7 +209,8 @@ class GrpcSlis(LeaderCalls):
         )
 
         def send(channel: grpc.aio.Channel) -> Any:
-            request.sent_unix_ms = round(self._clock.unix_s() * 1000)  # of each try: it may wait for a leader
+            # Each try states its own time, since it may have waited for a leader.
+            request.sent_unix_ms = round(self._clock.unix_s() * 1000)
             return slis_pb2_grpc.SliServiceStub(channel).ReportSlis
 
         answer: slis_pb2.ReportSlisResponse = await self.call(send, request, REPORT_SLIS_S)

@@ -119,7 +119,7 @@ class SampleStore:
         self._buckets: dict[int, _Bucket] = {}
         self._size_bytes = 0
         self._moments: deque[FleetMoment] = deque(maxlen=int(KEPT_S / MOMENT_S))
-        self._zones: dict[str, tuple[str, float]] = {}  # of workers: the zone, and when it was seen
+        self._zones: dict[str, tuple[str, float]] = {}  # zone of each worker, and the time it was seen
         self._devices: tuple[str, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._lost: deque[tuple[float, int]] = deque(maxlen=1024)

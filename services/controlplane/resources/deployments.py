@@ -47,7 +47,7 @@ from services.runtime.version_trust import VersionTrust
 log = structlog.get_logger()
 DEPLOYMENT_HISTORY: Final = ROOT + "deployment-history/"
 MAX_REVISIONS: Final = 32
-_MOST_DROPPED: Final = 64  # of the operations of one commit
+_MOST_DROPPED: Final = 64  # most old states that one commit drops: it has 128 operations
 _WITH_WEIGHTS: Final = ("torch", "vllm")  # executors that can replace the weights of a version
 _SEE_VERSIONS: Final = "see `fairway models versions"
 

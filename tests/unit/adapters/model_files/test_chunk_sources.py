@@ -149,7 +149,7 @@ async def test_a_fetch_that_its_tracker_does_not_help_reports_what_failed_and_le
     registry, peers = Believing(chunks, source=PEER), Peers(chunks)
     registry.sends, registry.next_report_s = False, 0.6
     peers.sends.clear()
-    with pytest.raises(AssertionError):  # of this test: not all chunks arrived
+    with pytest.raises(AssertionError):  # It is this test's own: not all chunks arrived.
         await fetch(registry, peers)
     assert {failed.address for failed in registry.failed} == {PEER.address}
 

@@ -27,7 +27,7 @@ from tests.support.clocks import HandClock, QuickClock
 from tests.support.waiting import until
 from tests.unit.adapters.model_files.test_shared_files import Source
 
-SIZE = 4 * CHUNK_BYTES  # of the weights of a version
+SIZE = 4 * CHUNK_BYTES  # size of the weights of a version
 RESERVE = CHUNK_BYTES
 SMALL = 64 * 1024  # what a version has beside its weights, at most
 
