@@ -17,8 +17,8 @@ from fairway.cli.state import read_json, write_json
 # chosen port before its server listens.
 _QUIET_PORTS = range(18_000, 32_000)
 _TRIES = 64
-# What keeps other installations from the ports of this one until its servers listen; ends with the process.
-_claims: dict[tuple[str, int], socket.socket] = {}
+# Ports that other installations leave to this one until its servers listen; their sockets close with the process.
+_claims: set[tuple[str, int]] = set()
 
 
 def try_bind(port: int, host: str = LOOPBACK) -> socket.socket | None:
@@ -60,7 +60,8 @@ def _claim_and_bind(port: int, host: str) -> socket.socket | None:
     if holder is None:
         claim.close()
     else:
-        _claims[host, port] = claim
+        claim.detach()
+        _claims.add((host, port))
     return holder
 
 
