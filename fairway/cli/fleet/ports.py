@@ -17,7 +17,7 @@ from fairway.cli.state import read_json, write_json
 # chosen port before its server listens.
 _QUIET_PORTS = range(18_000, 32_000)
 _TRIES = 64
-# Ports that other installations leave to this one until its servers listen; their sockets close with the process.
+# Ports that others leave to this installation until its servers listen; their sockets close with the process.
 _claims: set[tuple[str, int]] = set()
 
 

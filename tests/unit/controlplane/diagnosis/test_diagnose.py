@@ -19,7 +19,13 @@ from services.controlplane.diagnosis.policy.diagnose import (
     change_in,
     diagnose,
 )
-from services.controlplane.diagnosis.policy.quantiles import allocated, change_point, quantile, rises
+from services.controlplane.diagnosis.policy.quantiles import (
+    allocated,
+    change_points,
+    quantile,
+    rises,
+    unlike_span,
+)
 from services.controlplane.diagnosis.policy.samples import (
     FleetMoment,
     Metric,
@@ -283,12 +289,17 @@ def test_chances_are_uniform_without_a_change_and_small_with_one() -> None:
     assert rises(np.zeros(0), np.ones(3)) == 1.0
 
 
-def test_the_change_point_is_where_a_series_changes() -> None:
+def test_the_span_that_differs_is_found_and_its_chance_is_calibrated() -> None:
     rng = np.random.default_rng(3)
-    place, chance = change_point(np.concatenate([rng.normal(size=20), rng.normal(6, 1, size=15)]))
-    assert (place, chance < 0.001) == (20, True)
-    assert change_point(np.ones(40))[1] == 1.0
-    assert change_point(np.ones(3)) == (0, 1.0)
+    for sizes, edges in (((20, 15), [20]), ((20, 8, 20), [20, 28])):
+        parts = [rng.normal(6 * (place == 1), 1, size=size) for place, size in enumerate(sizes)]
+        found = change_points(np.concatenate(parts), 0.001)
+        assert [place for place, _, _ in found] == pytest.approx(edges, abs=1)
+    assert unlike_span(np.ones(40))[2] == 1.0
+    assert unlike_span(np.arange(7.0))[2] == 1.0
+    for size in (20, 60, 120):
+        chances = [unlike_span(rng.normal(size=size))[2] for _ in range(1000)]
+        assert np.mean(np.array(chances) < 0.05) <= 0.07
 
 
 def _joined(*parts: Sequence[FinishedRequest]) -> RequestTable:
@@ -329,6 +340,24 @@ def test_a_rise_is_found_though_a_fall_follows(times: float) -> None:
     )
     found = change_in(_joined(*parts), Metric.TTFT, 0.95, 1000.0, 1120.0)
     assert found == pytest.approx((1040.0, 1080.0), abs=4.0)
+
+
+@pytest.mark.parametrize(("calm_s", "bad_s", "after_s"), [(1500, 600, 1500), (3240, 360, 0)])
+def test_minutes_of_an_hour_are_found_in_its_middle_and_at_its_end(
+    calm_s: int, bad_s: int, after_s: int
+) -> None:
+    few = {name: replace(habits, per_s=habits.per_s / 10) for name, habits in USUAL.tenants.items()}
+    calm, bad = replace(USUAL, tenants=few), replace(USUAL, tenants=few, admit_s=0.05)
+    begin_s, end_s, found = 1000.0 + calm_s, 1000.0 + calm_s + bad_s, 0
+    for seed in range(0, 15, 3):
+        table = _joined(
+            drawn(calm, 1000.0, calm_s, seed),
+            drawn(bad, begin_s, bad_s, seed + 1),
+            drawn(calm, end_s, after_s, seed + 2) if after_s else (),
+        )
+        rise = change_in(table, Metric.TTFT, 0.95, 1000.0, 4600.0)
+        found += rise is not None and rise == pytest.approx((begin_s, end_s), abs=120.0)
+    assert found >= 4
 
 
 def test_a_rise_below_the_quantile_of_a_slower_model_is_found() -> None:
