@@ -17,7 +17,7 @@ from services.adapters.oidc import ProviderTokens, read_provider
 from services.adapters.threads import in_thread
 from services.core.audit import PENDING, AuditEntry
 from services.core.errors import StoreUnavailable
-from services.core.records import KEYS, TENANTS, ApiKey, Tenant, load
+from services.core.records import KEYS, TENANTS, ApiKey, Tenant
 from services.ports.store import Entry
 from services.rpc.interceptors.metrics import RpcMetrics
 from services.rpc.peers import REFUSALS
@@ -92,7 +92,7 @@ class Environment:
         """Return a view of the records under a prefix; ``sync`` starts it."""
 
         def decode(entry: Entry) -> Record:
-            return load(entry.value, kind)
+            return entry.load(kind)
 
         informer = Informer(self.store, prefix, decode, self.clock, rng=self.rng)
         self._informers[prefix] = informer

@@ -35,7 +35,7 @@ from services.adapters.threads import in_thread
 from services.controlplane.leading import repeat_while_leading
 from services.core.audit import HEAD, PLATFORM, Actor, AuditEntry, AuditHead
 from services.core.errors import Conflict, FairwayError, NotFound
-from services.core.records import dump, load
+from services.core.records import dump
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
@@ -149,7 +149,7 @@ class AuditSequencer:
         """Read the head, and the tiles at the edge of the log. Raises LogDamaged, ConfigError, NotFound."""
         seeds = await in_thread(self._seeds)
         entry = await self._store.get(HEAD)
-        head = AuditHead(f"fairway.audit/{self._new_id()}") if entry is None else load(entry.value, AuditHead)
+        head = AuditHead(f"fairway.audit/{self._new_id()}") if entry is None else entry.load(AuditHead)
         self._revision = 0 if entry is None else entry.mod_revision
         head = await self._adopted(head, seeds)
         tiles = {level: await self._tiles.read(name) for level, name in open_tiles(head.size).items()}

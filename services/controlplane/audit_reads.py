@@ -66,7 +66,7 @@ class AuditReader:
         """Return the head, once the entry of this read is in the store."""
         await self._store.commit([])
         entry = await self._store.get(HEAD)
-        return AuditHead("") if entry is None else load(entry.value, AuditHead)
+        return AuditHead("") if entry is None else entry.load(AuditHead)
 
     async def _entries(self, first: int, size: int) -> list[bytes]:
         index, width = first // WIDTH, min(WIDTH, size - first)

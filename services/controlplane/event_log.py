@@ -23,7 +23,7 @@ import structlog
 from services.controlplane.policy.events import FleetEvent, Observed, events_between, kind_of
 from services.core.errors import FailedPrecondition, IntegrityError, StoreUnavailable
 from services.core.paging import page_of
-from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump, load
+from services.core.records import EVENTS, ROOT, EventKind, EventRecord, dump
 from services.core.token_bucket import TokenBucket
 from services.ports.clock import Clock
 from services.ports.store import (
@@ -296,7 +296,7 @@ async def watch_events(
 def event_of(entry: Entry) -> LoggedEvent | None:
     """Return the event of an entry, None for an unreadable entry."""
     try:
-        return LoggedEvent(entry.key.removeprefix(EVENTS), load(entry.value, EventRecord))
+        return LoggedEvent(entry.key.removeprefix(EVENTS), entry.load(EventRecord))
     except IntegrityError as error:
         log.error("event.skipped", key=entry.key, error=error.message)
         return None
@@ -307,7 +307,7 @@ def _decoded(entry: Entry) -> Observed | None:
     if kind is None:
         return None
     try:
-        record: Observed = load(entry.value, kind)
+        record: Observed = entry.load(kind)
     except IntegrityError as error:
         log.error("event.record_skipped", key=entry.key, error=error.message)
         return None

@@ -32,7 +32,6 @@ from services.core.records import (
     VersionRecord,
     VersionState,
     Worker,
-    load,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute, RevisedRoute
 from services.core.scaling import Scaled
@@ -118,7 +117,7 @@ def snapshot_of(revision: int, entries: Mapping[str, Entry]) -> FleetSnapshot:
 def readable(entry: Entry, kind: type[R]) -> R | None:
     """Return the record, None for an unreadable one: it must not hide the other records."""
     try:
-        return load(entry.value, kind)
+        return entry.load(kind)
     except IntegrityError as error:
         log.error("record.skipped", key=entry.key, error=error.message)
         return None
@@ -127,27 +126,27 @@ def readable(entry: Entry, kind: type[R]) -> R | None:
 def decode(entry: Entry) -> FleetRecord | None:
     """Return the record of a fleet key, None for every other key."""
     if entry.key.startswith(DEPLOYMENTS):
-        return replace(load(entry.value, Deployment), revision=entry.mod_revision)
+        return replace(entry.load(Deployment), revision=entry.mod_revision)
     if entry.key.startswith(SCALED):
-        return load(entry.value, Scaled)
+        return entry.load(Scaled)
     if entry.key.startswith(WORKERS):
-        return load(entry.value, Worker)
+        return entry.load(Worker)
     if entry.key.startswith(NODES):
-        return load(entry.value, Node)
+        return entry.load(Node)
     if entry.key.startswith(ASSIGNMENTS):
-        return load(entry.value, Assignment)
+        return entry.load(Assignment)
     if entry.key.startswith(ROUTES):
         # An unreadable one is no split: nothing follows it, and an open rollout writes its own over it.
         nothing = ModelRoute(entry.key.removeprefix(ROUTES), "", ())
         return RevisedRoute(readable(entry, ModelRoute) or nothing, entry.mod_revision)
     if entry.key.startswith(ROLLOUTS):
-        return load(entry.value, Rollout)
+        return entry.load(Rollout)
     if entry.key.startswith(MODELS) and "/versions/" in entry.key:
-        return load(entry.value, VersionRecord)
+        return entry.load(VersionRecord)
     if entry.key.startswith(OBJECTIVES):
-        return load(entry.value, Objective)
+        return entry.load(Objective)
     if entry.key.startswith(TENANTS):
-        return load(entry.value, Tenant)
+        return entry.load(Tenant)
     return None
 
 

@@ -708,12 +708,17 @@ def dump(record: object) -> bytes:
     return msgspec.json.encode(record)
 
 
-def load(data: bytes, kind: type[Record]) -> Record:
+def load(data: bytes, kind: type[Record], key: str = "") -> Record:
     """Parse a record. Unknown fields are ignored, so that an older reader can read a newer record.
 
-    Raises IntegrityError when the bytes are no such record.
+    Raises IntegrityError when the bytes, stored under ``key``, are no such record.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise IntegrityError(f"stored {kind.__name__} is malformed: {exc}") from exc
+        if not key:
+            raise IntegrityError(f"stored {kind.__name__} is malformed: {exc}") from exc
+        raise IntegrityError(
+            f"the {kind.__name__} at {key} in the store is malformed: {exc}; restore the key, or delete it",
+            key=key,
+        ) from exc

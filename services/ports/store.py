@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.core.records import Record, load
+
 
 class Compacted(Exception):
     """The history after the requested revision was compacted: list again, then watch from the listed
@@ -28,6 +30,10 @@ class Entry:
     create_revision: int
     mod_revision: int
     lease_id: int = 0
+
+    def load(self, kind: type[Record]) -> Record:
+        """Return the record. Raises IntegrityError, which names the key."""
+        return load(self.value, kind, self.key)
 
 
 @dataclass(frozen=True, slots=True)

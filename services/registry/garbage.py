@@ -24,7 +24,7 @@ from services.core.errors import (
     Unavailable,
 )
 from services.core.manifest import Manifest
-from services.core.records import MODELS, ROOT, VersionRecord, load
+from services.core.records import MODELS, ROOT
 from services.ports.blob_store import BlobStore, StoredBlob
 from services.ports.clock import Clock
 from services.ports.store import Committed, Condition, ModRevisionIs, Put, Store
@@ -228,11 +228,8 @@ class _Needs:
 
     async def update(self) -> None:
         for entry in (await self._store.list(MODELS)).entries:
-            model, kind, _ = entry.key.removeprefix(MODELS).split("/", 2)
-            if (
-                kind == "versions"
-                and (digest := load(entry.value, VersionRecord).digest) not in self._versions
-            ):
+            model, kind, digest = entry.key.removeprefix(MODELS).split("/", 2)
+            if kind == "versions" and digest not in self._versions:
                 await self._add(model, digest)
 
     async def _add(self, model: str, digest: str) -> None:

@@ -222,7 +222,7 @@ class RegistryService:
                 continue
             key = version_key(model, record.digest)
             if (entry := await self._store.get(key)) is not None:
-                return load(entry.value, VersionRecord), False
+                return entry.load(VersionRecord), False
             writes = [Put(key, dump(record))]
             if record.base_digest:
                 base = await self._version_entry(record.base_model, record.base_digest)
@@ -282,20 +282,20 @@ class RegistryService:
         entry = await self._store.get(tag_key(model, version))
         if entry is None:
             raise NotFound(f"{model} has no tag {version}", model=model, tag=version)
-        return load(entry.value, Tag).digest
+        return entry.load(Tag).digest
 
     async def list_versions(
         self, model: str, *, size: int = 0, token: str = ""
     ) -> tuple[tuple[VersionRecord, ...], str]:
         """Return a page of a model's versions, sorted by digest, and the next page's token."""
         listing = await self._store.list(f"{MODELS}{model}/versions/")
-        records = [load(entry.value, VersionRecord) for entry in listing.entries]
+        records = [entry.load(VersionRecord) for entry in listing.entries]
         return page_of(records, lambda record: record.digest, size=size, token=token)
 
     async def tags(self, model: str) -> dict[str, str]:
         """Return the model's tags and the digests they point at, sorted by tag."""
         listing = await self._store.list(f"{MODELS}{model}/tags/")
-        found = (load(entry.value, Tag) for entry in listing.entries)
+        found = (entry.load(Tag) for entry in listing.entries)
         return {tag.tag: tag.digest for tag in found}
 
     async def list_models(self, *, size: int = 0, token: str = "") -> tuple[tuple[ModelSummary, ...], str]:
@@ -307,7 +307,7 @@ class RegistryService:
             if kind == "versions":
                 versions[model] = versions.get(model, 0) + 1
             elif kind == "tags":
-                tags.setdefault(model, {})[name] = load(entry.value, Tag).digest
+                tags.setdefault(model, {})[name] = entry.load(Tag).digest
         models = [ModelSummary(name, versions[name], tags.get(name, {})) for name in sorted(versions)]
         return page_of(models, lambda model: model.name, size=size, token=token)
 
@@ -392,7 +392,7 @@ class RegistryService:
         """Return the base of a stored version, by its manifest where the record cannot be read."""
         version: VersionRecord | Manifest
         try:
-            version = load(entry.value, VersionRecord)
+            version = entry.load(VersionRecord)
         except IntegrityError:
             try:
                 version = await self._manifest(digest)
@@ -491,7 +491,7 @@ def _request(verb: str, record: Tag | VersionRecord, request_id: str, etag: str 
 def _used(entry: Entry, kind: type[Record]) -> Record:
     """Return a record that may use a version. Raises FailedPrecondition with its key if it is unreadable."""
     try:
-        return load(entry.value, kind)
+        return entry.load(kind)
     except IntegrityError as error:
         raise FailedPrecondition(
             f"{entry.key} in etcd may use the version and cannot be read: write it again or delete it",
@@ -502,7 +502,7 @@ def _used(entry: Entry, kind: type[Record]) -> Record:
 def _unmoved(key: str, entry: Entry | None, etag: str) -> ModRevisionIs:
     """Return the condition that the tag has not changed since it was read. Raises EtagMismatch if it points
     elsewhere."""
-    digest = "" if entry is None else load(entry.value, Tag).digest
+    digest = "" if entry is None else entry.load(Tag).digest
     if etag and etag != digest:
         raise EtagMismatch(
             f"the tag points at {digest or 'nothing'}, not at {etag}: read it again", etag=etag

@@ -17,7 +17,7 @@ from services.core.errors import (
     NotFound,
     SignatureInvalid,
 )
-from services.core.records import SIGNERS, Signatures, dump, load, signatures_key, version_key
+from services.core.records import SIGNERS, Signatures, dump, signatures_key, version_key
 from services.ports.store import Committed, Delete, Entry, ModRevisionIs, Put, Store
 from services.runtime.idempotent_writes import RequestLog, WriteAnswer, WriteRequest, WriteSet, fingerprint_of
 
@@ -69,7 +69,7 @@ class VersionSignatures:
         entry = await self._store.get(SIGNERS + model)
         if entry is None:
             raise NotFound(f"{model} has no signer policy: any version of it may be loaded", model=model)
-        return load(entry.value, SignerPolicy), str(entry.mod_revision)
+        return entry.load(SignerPolicy), str(entry.mod_revision)
 
     async def update_policy(self, policy: SignerPolicy, *, etag: str = "", request_id: str = "") -> str:
         """Replace the policy of a model, or remove it where it names no signer, and return the new etag.
@@ -97,7 +97,7 @@ class VersionSignatures:
 
 
 def _bundles_in(entry: Entry | None) -> tuple[str, ...]:
-    return () if entry is None else load(entry.value, Signatures).bundles
+    return () if entry is None else entry.load(Signatures).bundles
 
 
 def _unchanged(key: str, entry: Entry | None) -> ModRevisionIs:

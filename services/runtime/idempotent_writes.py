@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.core.errors import Conflict
-from services.core.records import ROOT, dump, load
+from services.core.records import ROOT, dump
 from services.ports.store import (
     Committed,
     Condition,
@@ -88,7 +88,7 @@ class RequestLog:
         entry = await self._store.get(request.key)
         if entry is None:
             return None
-        marker = load(entry.value, _Marker)
+        marker = entry.load(_Marker)
         if marker.fingerprint != request.fingerprint:
             raise Conflict("this request_id was used for another request", field="request_id")
         return Answered(marker.answer, entry.mod_revision)

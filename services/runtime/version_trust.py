@@ -7,7 +7,7 @@ from typing import Final
 
 from fairway.formats.signatures import Reason, SignerPolicy, distrust
 from services.core.errors import FailedPrecondition, SignatureInvalid, SignatureMissing, SignerNotAllowed
-from services.core.records import SIGNERS, Signatures, load, signatures_key
+from services.core.records import SIGNERS, Signatures, signatures_key
 from services.ports.clock import Clock
 from services.ports.store import Store
 
@@ -35,9 +35,9 @@ class VersionTrust:
         """
         stored = await self._store.get(SIGNERS + model)
         if stored is not None:
-            policy = load(stored.value, SignerPolicy)
+            policy = stored.load(SignerPolicy)
             signed = await self._store.get(signatures_key(model, digest))
-            bundles = () if signed is None else load(signed.value, Signatures).bundles
+            bundles = () if signed is None else signed.load(Signatures).bundles
             now_unix_s = self._clock.unix_s()
             found = await asyncio.to_thread(distrust, bundles, digest, policy, now_unix_s=now_unix_s)
             if found is not None:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from services.core.errors import FairwayError, IntegrityError, KeyDestroyed, KeyUnavailable, StoreUnavailable
-from services.core.records import MAX_KEY_GENERATIONS, TENANT_KEYS, TenantKeyring, WrappedKey, dump, load
+from services.core.records import MAX_KEY_GENERATIONS, TENANT_KEYS, TenantKeyring, WrappedKey, dump
 from services.ports.clock import Clock
 from services.ports.key_wrapper import KeyWrapper, Wrapped
 from services.ports.store import Committed, ModRevisionIs, Put, Store
@@ -194,7 +194,7 @@ class TenantKeys:
         entry = await self._store.get(TENANT_KEYS + tenant)
         if entry is None:
             return None
-        record = load(entry.value, TenantKeyring)
+        record = entry.load(TenantKeyring)
         return _present(tenant, Versioned(record, entry.create_revision, entry.mod_revision))
 
     async def _made(self, tenant: str) -> Versioned[TenantKeyring]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from services.core.records import Leader, leader_key, load
+from services.core.records import Leader, leader_key
 from services.ports.clock import Clock
 from services.ports.store import Entry, Store
 from services.runtime.fleet_state.informer import Informer
@@ -79,4 +79,4 @@ class SchedulerDirectory:
 
 
 def _decode(entry: Entry) -> Leader:
-    return load(entry.value, Leader)
+    return entry.load(Leader)

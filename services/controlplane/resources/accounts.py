@@ -42,7 +42,6 @@ from services.core.records import (
     TenantKeyring,
     TrainingConsent,
     dump,
-    load,
     pack_users_key,
 )
 from services.ports.clock import Clock
@@ -198,7 +197,7 @@ class Tenants:
     async def keyring(self, name: str) -> TenantKeyring:
         """Return the data keys of a tenant, wrapped; none before its first data is stored."""
         entry = await self._store.get(TENANT_KEYS + name)
-        return TenantKeyring() if entry is None else load(entry.value, TenantKeyring)
+        return TenantKeyring() if entry is None else entry.load(TenantKeyring)
 
     async def erase(self, name: str, *, etag: str = "", request_id: str = "") -> Stored[Tenant]:
         """Destroy every generation of a tenant's data key, and disable the tenant, in one commit.
@@ -221,7 +220,7 @@ class Tenants:
         if await self._tenants.done(request):
             return
         entry = await self._store.get(TENANT_KEYS + name)
-        ring = TenantKeyring() if entry is None else load(entry.value, TenantKeyring)
+        ring = TenantKeyring() if entry is None else entry.load(TenantKeyring)
         if ring.erase_unix_s or len(ring.generations) >= MAX_KEY_GENERATIONS:
             why = "was erased" if ring.erase_unix_s else f"has {len(ring.generations)} data keys, the most"
             raise FailedPrecondition(f"tenant {name} {why}", name=name)
@@ -239,7 +238,7 @@ class Tenants:
         entry = await self._store.get(TENANT_KEYS + name)
         if entry is None:
             return WriteSet()
-        ring = load(entry.value, TenantKeyring)
+        ring = entry.load(TenantKeyring)
         if ring.erase_unix_s and not ring.collect_unix_s:
             raise FailedPrecondition(
                 f"gateways still delete what was stored of tenant {name}; try again in a few seconds",
@@ -261,7 +260,7 @@ class Tenants:
                 f"there is no safety pack {name}: `fairway policies create FILE --name {name}` makes it",
                 name=name,
             )
-        if not load(entry.value, Deployment).of_pack:
+        if not entry.load(Deployment).of_pack:
             raise InvalidInput(
                 f"the deployment {name} is of a model, not of a safety pack", field="tenant.safety_pack"
             )
@@ -526,7 +525,7 @@ async def bootstrap(store: Store, clock: Clock, admin_key_file: Path) -> str:
         if entry is None:
             key = ApiKey(Meta(name, create_unix_s=now_s, update_unix_s=now_s), KeyRole.ADMIN, hashed)
         else:
-            old = load(entry.value, ApiKey)
+            old = entry.load(ApiKey)
             if old.role is not KeyRole.ADMIN:
                 raise FailedPrecondition(
                     f"key {name} in {admin_key_file.name} is a key of the role {old.role}", name=name

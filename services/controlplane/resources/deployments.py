@@ -31,7 +31,6 @@ from services.core.records import (
     VersionRecord,
     Worker,
     dump,
-    load,
     model_users_key,
     pack_users_key,
     tag_key,
@@ -150,7 +149,7 @@ class Deployments:
         if stored is None:
             name = deployment.meta.name
             before = await self._store.get(self._kind.key(name))
-            present = None if before is None else load(before.value, Deployment)
+            present = None if before is None else before.load(Deployment)
             serving = "" if present is None else present.version_digest
             pinned, together = await self._pinned(deployment, serving=serving)
             if present is not None and present.of_pack != pinned.of_pack:
@@ -375,12 +374,12 @@ async def pinned_version(
             raise NotFound(
                 f"model {model} has no tag {digest}; {_SEE_VERSIONS} {model}`", model=model, tag=digest
             )
-        digest = load(tag.value, Tag).digest
+        digest = tag.load(Tag).digest
     entry = await store.get(version_key(model, digest))
     if entry is None:
         message = f"model {model} has no version {digest}; {_SEE_VERSIONS} {model}`"
         raise NotFound(message, model=model, digest=digest)
-    return load(entry.value, VersionRecord), WriteSet(
+    return entry.load(VersionRecord), WriteSet(
         conditions=(ModRevisionIs(entry.key, entry.mod_revision),),
         operations=(Put(model_users_key(model), b""),),
     )

@@ -125,7 +125,7 @@ class Nodes:
             entry = await self._store.get(TENANTS + tenant)
             if entry is None:
                 raise NotFound(f"there is no tenant {tenant}", tenant=tenant)
-            wanted, slice_ = load(entry.value, Tenant), view.worker.slice
+            wanted, slice_ = entry.load(Tenant), view.worker.slice
             if wanted.node_group != replace(view.node, tenant=tenant).group(slice_):
                 offers = f"declares the slice {slice_}" if slice_ else "declares no slice"
                 fitting = IsolationTier.PARTITIONED if slice_ else IsolationTier.DEDICATED

@@ -182,7 +182,7 @@ class Resources(Generic[R]):
         return self._prefix + name
 
     def stored(self, entry: Entry) -> Stored[R]:
-        return Stored(load(entry.value, self._kind), entry.create_revision, entry.mod_revision)
+        return Stored(entry.load(self._kind), entry.create_revision, entry.mod_revision)
 
     def not_found(self, name: str) -> NotFound:
         return NotFound(f"there is no {self._noun} {name}", name=name)

@@ -44,7 +44,6 @@ from services.core.records import (
     VersionRecord,
     VersionState,
     dump,
-    load,
     version_key,
 )
 from services.core.rollouts.routes import ROUTES, ModelRoute
@@ -255,7 +254,7 @@ class Rollouts:
         for arm in rollout.arms:
             entry = await self._store.get(version_key(deployment.model, arm.version_digest))
             if entry is not None:
-                sizes[arm.version_digest] = load(entry.value, VersionRecord).size_bytes
+                sizes[arm.version_digest] = entry.load(VersionRecord).size_bytes
         return sizes
 
 
@@ -276,7 +275,7 @@ def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     entry = snapshot.entries.get(DEPLOYMENTS + name)
     if entry is None:
         raise FailedPrecondition(f"there is no deployment {name}", name=name)
-    deployment, states = load(entry.value, Deployment), states_in(snapshot.entries, name)
+    deployment, states = entry.load(Deployment), states_in(snapshot.entries, name)
     routed, decided = snapshot.entries.get(ROUTES + name), snapshot.entries.get(SCALED + name)
     scaled = None if decided is None else readable(decided, Scaled)
     if routed is None:

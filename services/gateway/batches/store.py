@@ -24,7 +24,7 @@ from services.core.batches import (
     owner_key,
 )
 from services.core.errors import Conflict, NotFound, StoreUnavailable
-from services.core.records import dump, load
+from services.core.records import dump
 from services.ports.clock import Clock
 from services.ports.store import (
     Committed,
@@ -218,9 +218,9 @@ class BatchStore:
         """Return the digests that a file or a batch names now."""
         found: set[str] = set()
         for entry in (await self._store.list(FILES)).entries:
-            found.update(part.digest for part in load(entry.value, StoredFile).parts)
+            found.update(part.digest for part in entry.load(StoredFile).parts)
         for entry in (await self._store.list(BATCHES)).entries:
-            found.update(part.digest for part in load(entry.value, BatchRecord).parts)
+            found.update(part.digest for part in entry.load(BatchRecord).parts)
         return found
 
     async def _changed(self, operations: Sequence[Put | Delete], conditions: Sequence[Condition]) -> None:
@@ -229,7 +229,7 @@ class BatchStore:
 
     async def _listed(self, prefix: str, kind: type[T]) -> list[Versioned[T]]:
         return [
-            Versioned(load(entry.value, kind), entry.create_revision, entry.mod_revision)
+            Versioned(entry.load(kind), entry.create_revision, entry.mod_revision)
             for entry in (await self._store.list(prefix)).entries
         ]
 
@@ -237,7 +237,7 @@ class BatchStore:
         entry = await self._store.get(key)
         if entry is None:
             return None
-        return Versioned(load(entry.value, kind), entry.create_revision, entry.mod_revision)
+        return Versioned(entry.load(kind), entry.create_revision, entry.mod_revision)
 
 
 def _changed_meanwhile() -> Conflict:

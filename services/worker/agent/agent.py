@@ -28,7 +28,6 @@ from services.core.records import (
     VersionState,
     Worker,
     dump,
-    load,
 )
 from services.core.usage import Residence
 from services.ports.clock import Clock
@@ -496,7 +495,7 @@ class WorkerAgent:
 
 
 def _assignment(entry: Entry) -> Assignment:
-    return load(entry.value, Assignment)
+    return entry.load(Assignment)
 
 
 def _share(

@@ -248,3 +248,17 @@ async def test_an_adapter_whose_record_is_unreadable_holds_its_base_by_its_manif
         await service.delete_version("chat", base.digest)
     await service.delete_version("mine", made.digest)
     await service.delete_version("chat", base.digest)
+
+
+async def test_garbage_is_collected_beside_an_unreadable_record_and_errors_name_its_key() -> None:
+    store = MemoryStore(CLOCK)
+    service = RegistryService(store, MemoryBlobs(), CLOCK)
+    made, _ = await service.create_version("chat", await stored(service, {"config.json": b"{}"}))
+    key = version_key("chat", made.digest)
+    await store.commit([Put(key, UNREADABLE)])
+    await stored(service, {"config.json": b"[]"})
+    collected = await service.collect_garbage()
+    assert (collected.kept_blobs, collected.deleted_blobs) == (2, 1)
+    with pytest.raises(IntegrityError, match=f"VersionRecord at {key}") as caught:
+        await service.list_versions("chat")
+    assert caught.value.metadata["key"] == key
