@@ -165,7 +165,14 @@ def _build(name: str, downloaded: Path, folder: Path, report: Report) -> None:
             f"{name} contains no config.json, and {len(files)} {GGUF} files instead of one",
             next_step="name a source with one checkpoint, or download its file and import that",
         )
-    _convert(files[0].resolve(), folder, report)
+    file = files[0].resolve()
+    before = file.stat()
+    _convert(file, folder, report)
+    after = file.stat()
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise ImportRefused(
+            f"{file} was changed while it was converted", next_step="run it again once the file is complete"
+        )
 
 
 def _unwanted(_: str, names: Sequence[str]) -> set[str]:
@@ -219,20 +226,22 @@ def fetch_all(
     they come. The first error ends the rest and is raised.
     """
     there: dict[str, int] = {}
-    total, began_s, received = sum(sizes.values()), time.monotonic(), 0
+    total, due_s = sum(sizes.values()), 0.0
     lock, is_over = threading.Lock(), threading.Event()
 
     def one(name: str) -> None:
         def counted(size: int) -> None:
-            nonlocal received
+            nonlocal due_s
             with lock:
                 if is_over.is_set():
                     raise _Ended
-                received += size - there.get(name, size)
+                new = size - there.get(name, size)
                 there[name] = size
                 report("fetching", sum(there.values()), total)
-                due_s = began_s + (received / most_bytes_per_s if most_bytes_per_s else 0.0)
-            is_over.wait(max(0.0, due_s - time.monotonic()))
+                now_s = time.monotonic()
+                due_s = max(now_s, due_s) + (new / most_bytes_per_s if most_bytes_per_s else 0.0)
+                wait_s = due_s - now_s
+            is_over.wait(wait_s)
 
         download(name, counted)
 

@@ -125,6 +125,7 @@ class Reconciler:
             estimates=residency.needs,
             leaving=tuple(residency.leaving),
             kept=kept_versions(fleet.rollouts, fleet.deployments),
+            beside={one.deployment for one in fleet.rollouts if not one.ended},
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

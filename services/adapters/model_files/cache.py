@@ -20,8 +20,8 @@ import asyncio
 import errno
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ import structlog
 
 from services.adapters.model_files.chunk_fetcher import ChunkFetcher
 from services.adapters.model_files.folders import ModelFolders, chunks_are_good
-from services.adapters.model_files.kept_chunks import KeptChunks, KeptFolder, PartialFiles, chunks_in
+from services.adapters.model_files.kept_chunks import KeptFolder, PartialFiles, chunks_in
 from services.adapters.model_files.shared_chunks import SharedVersion
 from services.adapters.model_files.swarm import Swarm
 from services.adapters.threads import in_thread
@@ -349,7 +349,7 @@ class ModelFiles:
         try:
             missing = [file for file in files if not await self._link(name, file, meter, linked)]
             await self._make_room(name, sum(file.size_bytes for file in missing), spare)
-            await self._fetch_missing(name, files, missing, meter, share)
+            await self._fetch_missing(name, files, missing, meter, share, spare)
         finally:
             del self._linked[name]
             if found := self._folders.partial_inodes(name):
@@ -372,13 +372,18 @@ class ModelFiles:
         missing: Sequence[ManifestFile],
         meter: _Meter,
         share: _Share,
+        spare: bool,
     ) -> None:
         """Fetch what no folder has, for which room is reserved; complete the folder."""
         try:
-            async with self._kept_chunks(missing) as kept:
+            names = self._last_used() if missing else []
+            with self._pinned(names):
+                kept = await in_thread(lambda: chunks_in(map(self._kept_folder, names), missing))
                 shared = share(base=kept.base)
                 partial_files = PartialFiles(self._folders, name, missing, shared, meter.add)
                 await partial_files.open(kept)
+            # Without its base a spare fetch goes on, with whole chunks.
+            with self._pinned([] if spare else [one for one in names if shared.base.digest.endswith(one)]):
                 await self._receive(partial_files, shared, self._swarm_of(name, files))
             try:
                 await in_thread(self._folders.promote, name, files)
@@ -396,19 +401,18 @@ class ModelFiles:
         finally:
             del self._reserved[name]
 
-    @asynccontextmanager
-    async def _kept_chunks(self, files: Sequence[ManifestFile]) -> AsyncIterator[KeptChunks]:
-        """Give what the versions that were used last have of these files, and keep them meanwhile."""
-        if not files:
-            yield KeptChunks()
-            return
+    def _last_used(self) -> list[str]:
+        """Return the whole versions that were used last, the last first."""
         whole = [name for name in self._kept if len(name) == _HEX_DIGITS]
-        names = sorted(whole, key=lambda name: -self._kept[name].use)[:_MOST_BASES]
+        return sorted(whole, key=lambda name: -self._kept[name].use)[:_MOST_BASES]
+
+    @contextmanager
+    def _pinned(self, names: Sequence[str]) -> Iterator[None]:
         pinned = [self._kept[name] for name in names]
         for kept in pinned:
             kept.pins += 1
         try:
-            yield await in_thread(lambda: chunks_in(map(self._kept_folder, names), files))
+            yield
         finally:
             for kept in pinned:
                 kept.pins -= 1

@@ -43,11 +43,15 @@ class KeptChunks:
 
 
 def chunks_in(folders: Iterable[KeptFolder], files: Sequence[ManifestFile]) -> KeptChunks:
-    """Return what the fetch of these files reuses. Takes a thread for long manifests."""
+    """Return what the fetch of these files reuses. Takes a thread for long manifests.
+
+    The base is the version with most equal chunks; of those with as many, the one with most chunks to change,
+    then the first.
+    """
     wanted = {chunk: file.chunk_bytes(at) for file in files for at, chunk in enumerate(file.chunks)}
     least_bytes = _LEAST_SHARE * sum(wanted.values())
     places: dict[str, ChunkPlace] = {}
-    base = None
+    base, nearest = None, (-1, -1)
     for kept in folders:
         own = kept.manifest.files
         here = {
@@ -58,8 +62,9 @@ def chunks_in(folders: Iterable[KeptFolder], files: Sequence[ManifestFile]) -> K
         }
         places = {**here, **places}
         changed = chunk_bases(files, own)
-        if changed and sum(wanted[chunk] for chunk in (*here, *changed)) >= least_bytes:
-            least_bytes = sum(wanted[chunk] for chunk in (*here, *changed))
+        near = sum(wanted[chunk] for chunk in here), sum(wanted[chunk] for chunk in changed)
+        if changed and sum(near) >= least_bytes and near > nearest:
+            nearest = near
             found = {
                 chunk: ChunkPlace(kept.folder / old.path, old, at) for chunk, (old, at) in changed.items()
             }

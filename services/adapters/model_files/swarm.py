@@ -18,7 +18,13 @@ import structlog
 from fairway.task_group import TaskGroup
 from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
-from services.adapters.model_files.shared_chunks import PIECE_BYTES, ByteRate, SharedChunks, SharedVersion
+from services.adapters.model_files.shared_chunks import (
+    PIECE_BYTES,
+    ByteRate,
+    ChunkBase,
+    SharedChunks,
+    SharedVersion,
+)
 from services.adapters.threads import in_thread
 from services.core.errors import DeadlineExceeded, FairwayError, IntegrityError, NotFound, Unavailable
 from services.core.swarm import (
@@ -44,6 +50,7 @@ PATIENCE_S: Final = 60.0  # longest time without a chunk from any source
 PARALLEL: Final = 8  # most chunks that are received at once
 _REGISTRY_STALL_S: Final = 30.0  # longest wait of a chunk for its turn there
 _LEAST_ORDERS: Final = 8
+_TRIED: Final = 8  # chunks with a base after which it is judged
 _RETRY_S: Final = 0.5
 _UNTRACKED: Final = 2  # orders to a registry that does not track
 _ANNOUNCE_RETRY_S: Final = 5.0
@@ -103,6 +110,12 @@ class Swarm:
         way = {**self.received_bytes, "to_peer": self.shared.sent_bytes}
         return [((name,), float(size_bytes)) for name, size_bytes in way.items()]
 
+    def drop_base(self, version: SharedVersion) -> None:
+        """Fetch and share the version as nodes without its base do; those with it may request it on."""
+        version.base, version.sends_bitmap = ChunkBase(), True
+        version.failed.clear()
+        self.shared.versions[version.key] = version
+
     def leave(self, digest: str) -> None:
         """Share no more what has chunks of the version. The tracker forgets this node in time."""
         for key in [key for key in self.shared.versions if digest in key]:
@@ -159,6 +172,7 @@ class _Fetch:
         self._avoided: dict[str, float] = {}  # time until which a peer is avoided, by address
         self._busy: dict[str, list[float]] = {}  # times of its answers "busy" since a chunk, by address
         self._damaged = Counter[int]()  # damaged receipts from the registry, by chunk
+        self._deltas: list[float] = []  # bytes received over size, of the first chunks with a base
         self._is_tracked = True  # whether the registry answered last
         self._done = asyncio.Event()
         self._moved_s = self._clock.monotonic_s()
@@ -237,12 +251,12 @@ class _Fetch:
 
     async def _carry_out(self, order: ChunkOrder) -> None:
         index, version = order.index, self._version
-        digest = version.chunks[index]
-        base = await in_thread(version.base.read, digest)
+        digest, of = version.chunks[index], version.base
+        base = await in_thread(of.read, digest)
         # A peer may send a delta, which is of no use without its base.
-        peer = None if base is None and digest in version.base.places else order.peer
+        peer = None if base is None and digest in of.places else order.peer
         try:
-            data, wire_bytes = await self._receive(index, peer, base)
+            data, wire_bytes = await self._receive(index, peer, of, base)
         except (FairwayError, TimeoutError) as error:
             self._fail(index, peer, error)
             return
@@ -252,9 +266,21 @@ class _Fetch:
         del self._lacking[index]
         if peer is not None:
             self._busy.pop(peer.address, None)
+        if base is not None:
+            self._try_base(wire_bytes / len(data))
         self._moved_s = self._clock.monotonic_s()
         if not self._lacking:
             self._done.set()
+
+    def _try_base(self, ratio: float) -> None:
+        """Drop the base once its first deltas save less than half: one swarm for all is then worth more."""
+        if len(self._deltas) < _TRIED:
+            self._deltas.append(ratio)
+            if len(self._deltas) == _TRIED and sum(self._deltas) > _TRIED / 2:
+                log.info("model_chunks.base_dropped", digest=self._version.digest)
+                self._swarm.drop_base(self._version)
+                self._peers = ()
+                self._drop_queued()
 
     def _fail(self, index: int, peer: ChunkPeer | None, error: FairwayError | TimeoutError) -> None:
         """Report a chunk that did not come, and avoid a peer that is to blame.
@@ -283,15 +309,17 @@ class _Fetch:
             self._error = error
         self._version.failed.append(FailedChunk(index, address))
 
-    def _drop_queued(self, address: str) -> None:
-        """Drop what is queued of a peer: what is not reported as being fetched is ordered of others."""
+    def _drop_queued(self, address: str = "") -> None:
+        """Drop what is queued of a peer, or of all: what is not reported as fetched is ordered of others."""
         for order in [self._queue.get_nowait() for _ in range(self._queue.qsize())]:
-            if order.peer is not None and order.peer.address == address:
+            if order.peer is not None and address in ("", order.peer.address):
                 del self._open[order.index]
             else:
                 self._queue.put_nowait(order)
 
-    async def _receive(self, index: int, peer: ChunkPeer | None, base: bytes | None) -> tuple[bytes, int]:
+    async def _receive(
+        self, index: int, peer: ChunkPeer | None, of: ChunkBase, base: bytes | None
+    ) -> tuple[bytes, int]:
         """Return a verified chunk from a peer or the registry, and the bytes that were received for it.
 
         Raises TimeoutError, IntegrityError, and what the source raises.
@@ -300,10 +328,10 @@ class _Fetch:
         size_bytes, digest, data = version.chunk_bytes(index), version.chunks[index], bytearray()
         if peer is None:
             stall_s = _REGISTRY_STALL_S
-            source = swarm.registry.download(digest, base="" if base is None else version.base.chunk(digest))
+            source = swarm.registry.download(digest, base="" if base is None else of.chunk(digest))
         else:
             stall_s = STALL_S
-            source = swarm.peers.read(peer, version.digest, index, version.base.digest)
+            source = swarm.peers.read(peer, version.digest, index, of.digest)
         # The waits for this node's own rate do not count, since no source is to blame for them.
         waited_s = 0.0
         async with aclosing(source) as pieces:

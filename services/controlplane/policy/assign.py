@@ -35,7 +35,7 @@ or in its place where the route goes worker by worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -155,6 +155,7 @@ def plan(
     likely: Mapping[str, float] = _UNLIKELY,
     leaving: Sequence[str] = (),
     kept: Mapping[str, KeptVersion] = _KEPT,
+    beside: Collection[str] = (),
 ) -> tuple[Action, ...]:
     """Return the actions that move ``assignments`` towards the deployments' replicas. Deterministic.
 
@@ -163,11 +164,13 @@ def plan(
     are by deployment; ``groups`` has the node group of each tenant. ``likely`` weighs the deployments that
     may need another replica soon: workers without one prefetch their versions. ``leaving`` are the idle
     deployments that may be at zero, the first to leave first. ``kept`` has, by deployment, the version that a
-    revert would bring back. After the actions are applied, another plan writes nothing until a state changes.
+    revert would bring back. No version replaces another in place in the deployments ``beside``: those of open
+    rollouts. After the actions are applied, another plan writes nothing until a state changes.
     Higher priority is placed first, then by name; no worker gets two replicas of one version. A route that is
     no split is ignored.
     """
     splits = {one.route.deployment: one for one in routes if not one.route.fault}
+    deployments = [replace(one, in_place_s=None) if one.meta.name in beside else one for one in deployments]
     arms = [arm for deployment in deployments for arm in _arms(deployment, splits.get(deployment.meta.name))]
     hosts = hosts_of([*deployments, *arms], workers, nodes, assignments, estimates, engines, groups)
     ranks = {name: number - len(leaving) for number, name in enumerate(leaving)}

@@ -165,15 +165,18 @@ def plan(
     """Return the actions that move ``observed`` towards ``desired``: those that free memory first.
 
     A retiring version is removed after ``retire_s`` without a sequence: no gateway then holds a request for
-    it. A warm one stays until its time, ``unix_s``, unless another version waits for memory. ``free_bytes``
-    is the ungranted device memory. Fetches never wait. A load waits while a version of higher priority waits
-    for memory. While pools are ``releasing`` memory, no BROKEN version that waits for memory is loaded: it
-    would get only a part.
+    it. A warm one stays until its time, ``unix_s``, unless another version waits for its memory.
+    ``free_bytes`` is the ungranted device memory. Fetches never wait. A load waits while a version of higher
+    priority waits for memory. While pools are ``releasing`` memory, no BROKEN version that waits for memory
+    is loaded: it would get only a part.
     """
     leaving: list[Action] = []
     coming: list[Action] = []
     kept: list[tuple[int, Slot]] = []
-    short = any(slot.unbooked and slot.needed_bytes > free_bytes for slot in observed)
+    warm_bytes = sum(slot.granted_bytes for slot in observed if slot.phase is VersionPhase.RETIRING)
+    short = any(
+        slot.unbooked and free_bytes < slot.needed_bytes <= free_bytes + warm_bytes for slot in observed
+    )
     for slot in sorted(observed, key=lambda each: each.version.version_digest):
         version = desired.get(slot.version.version_digest)
         if version is not None and version.retiring:

@@ -180,6 +180,10 @@ def write_floats(root: Path, weights: np.ndarray[Any, Any], layers: int = 4) -> 
     return root
 
 
+def floats(seed: int, chunks: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(chunks * CHUNK_BYTES // 4, np.float32)
+
+
 def tuned(weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return weights of which one element in a hundred is another, and the last tensor is as it was."""
     rng = np.random.default_rng(5)
@@ -200,7 +204,7 @@ class TwoVersions:
 
 @pytest_asyncio.fixture
 async def versions(fleet: Fleet, tmp_path: Path) -> TwoVersions:
-    weights = np.random.default_rng(4).standard_normal(CHUNKS * CHUNK_BYTES // 4, np.float32)
+    weights = floats(4, CHUNKS)
     first = await published(fleet, write_floats(tmp_path / "first", weights))
     folder = write_floats(tmp_path / "second", tuned(weights))
     return TwoVersions(first, await published(fleet, folder), folder, weights.nbytes)
@@ -221,6 +225,32 @@ async def test_a_next_version_comes_as_deltas_to_those_that_have_the_last(
     assert same(versions.folder, await fresh.fetch(versions.second))
     assert set(fleet.sent) == {versions.second}, "a chunk left the registry that nodes have"
     assert fresh.swarm.received_bytes.total() >= versions.size_bytes
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_the_nearest_version_is_the_base(
+    fleet: Fleet, versions: TwoVersions, tmp_path: Path, is_last: bool
+) -> None:
+    far = await published(fleet, write_floats(tmp_path / "far", floats(5, CHUNKS)))
+    node = await fleet.node("one")
+    for digest in (far, versions.first) if is_last else (versions.first, far):
+        await node.fetch(digest)
+    before = node.swarm.received_bytes.total()
+    assert same(versions.folder, await node.fetch(versions.second))
+    assert node.swarm.received_bytes.total() - before <= 0.03 * versions.size_bytes
+
+
+async def test_nodes_whose_bases_save_nothing_become_one_swarm(fleet: Fleet, tmp_path: Path) -> None:
+    digests = [
+        await published(fleet, write_floats(tmp_path / f"v{seed}", floats(seed, 32))) for seed in range(3)
+    ]
+    nodes = await fleet.nodes(3)
+    await asyncio.gather(*(node.fetch(digest) for node, digest in zip(nodes, digests[:2], strict=False)))
+    fleet.sent.clear()
+    for path in await asyncio.gather(*(node.fetch(digests[2]) for node in nodes)):
+        assert same(tmp_path / "v2", path)
+    assert fleet.copies(digests[2]) <= 2.0, fleet.sent
+    assert [len(node.swarm.shared.versions) for node in nodes] == [3, 3, 1]
 
 
 async def test_a_base_that_is_damaged_costs_its_chunk_alone(fleet: Fleet, versions: TwoVersions) -> None:

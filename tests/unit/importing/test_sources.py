@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import struct
 import threading
@@ -231,6 +232,33 @@ def test_a_rate_bounds_what_comes_and_not_what_was_there() -> None:
     began_s = time.monotonic()
     fetch_all({"a": 1_010_000, "b": 1_010_000}, download, lambda *_: None, 20_000)
     assert 0.9 <= time.monotonic() - began_s < 60.0
+
+
+def test_a_source_that_stalled_gets_no_credit_for_the_time() -> None:
+    took_s = list[float]()
+
+    def download(name: str, counted: Counted) -> None:
+        counted(0)
+        time.sleep(0.5)
+        began_s = time.monotonic()
+        for size in range(1000, 10_001, 1000):
+            counted(size)
+        took_s.append(time.monotonic() - began_s)
+
+    fetch_all({"a": 10_000}, download, lambda *_: None, 20_000)
+    assert took_s[0] >= 0.45
+
+
+def test_a_file_that_changes_while_it_is_converted_is_refused(tmp_path: Path) -> None:
+    path = Content().write(tmp_path / "m.gguf")
+
+    def overwrites(phase: Phase, done: int, total: int) -> None:
+        if phase == "converting":
+            os.utime(path, ns=(1, 1))
+
+    with pytest.raises(ImportRefused, match="was changed while it was converted"):
+        import_source(str(path), tmp_path / "cache", overwrites)
+    assert import_source(str(path), tmp_path / "cache", quiet).folder.is_dir()
 
 
 def test_the_first_file_that_fails_ends_the_others() -> None:

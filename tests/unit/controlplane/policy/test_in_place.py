@@ -106,6 +106,16 @@ def test_the_assignment_states_the_time_to_finish_and_the_revision_of_the_update
     assert held == {OLD: None, NEW: InPlace(5.0, 42)}
 
 
+def test_a_version_that_a_revert_brings_back_loads_beside() -> None:
+    fleet = in_place_fleet([2], 1)
+    fleet.wanted, fleet.beside = wanted(NEW, 1), ("d",)
+    fleet.step()
+    assert {one.version_digest: one.in_place for one in fleet.assignments["w0"].versions} == {
+        OLD: None,
+        NEW: None,
+    }
+
+
 def test_a_rollout_loads_its_arms_beside() -> None:
     fleet = in_place_fleet([2], 1)
     fleet.wanted = wanted(OLD, 1)

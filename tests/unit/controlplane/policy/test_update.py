@@ -117,6 +117,7 @@ class Fleet:
         self.routes: list[RevisedRoute] = []
         self.wanted = deployment(OLD, len(rooms))
         self.kept: dict[str, KeptVersion] = {}
+        self.beside: tuple[str, ...] = ()
         self.actions: tuple[Action, ...] = ()
 
     def ready(self, digest: str) -> int:
@@ -136,6 +137,7 @@ class Fleet:
             self.routes,
             engines=self.engines,
             kept=self.kept,
+            beside=self.beside,
         )
         for action in self.actions:
             if isinstance(action, PutAssignment):

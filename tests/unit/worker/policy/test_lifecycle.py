@@ -285,6 +285,10 @@ def test_a_warm_version_stays_until_its_time_or_until_its_memory_is_needed() -> 
     assert plan(desired, [retired, beside], unix_s=60.0, **terms) == (Discard("d1"),)  # type: ignore[arg-type]
     short = replace(beside, phase=VersionPhase.BROKEN, unbooked=True, needed_bytes=5)
     assert plan(desired, [retired, short], unix_s=59.0, **terms) == (Discard("d1"),)  # type: ignore[arg-type]
+    for needed_bytes in (4, 13):  # it fits beside the warm one, or not even without it
+        fits = replace(short, needed_bytes=needed_bytes)
+        found = plan(desired, [retired, fits], unix_s=59.0, **terms)  # type: ignore[arg-type]
+        assert Discard("d1") not in found
     fits = replace(short, needed_bytes=4)
     found = plan(desired, [retired, fits], unix_s=59.0, **terms)  # type: ignore[arg-type]
     assert found == (LoadVersion("d2"),)
