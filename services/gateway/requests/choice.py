@@ -62,11 +62,13 @@ class ChoiceRun(SequenceAttempts):
         timer: StageTimer,
         scores: SharedScores,
         screen: OutputScreen | None = None,
+        has_output: Callable[[], bool] = lambda: False,
     ) -> None:
         """The sequence continues what an earlier run produced; its sink receives only the later output.
 
         ``scores``: those of the prompt, which the request's choices share. Choice 0 is made first.
         ``screen``: the sink, where it holds output until its verdicts; None: nothing is held.
+        ``has_output``: whether any choice of the request has some.
         """
         super().__init__(request.spec, request.ports, request.queue_ttl_s)
         produced = request.produced(choice)
@@ -83,6 +85,8 @@ class ChoiceRun(SequenceAttempts):
         # The stream begins with the prompt where its log-probabilities are requested.
         self._scored = min(len(produced.ids), self._spec.scored_tokens)
         self._scores = scores
+        self._has_output = has_output
+        self._sent_begun = False  # whether the last start said that the request has output
         self._follows = choice > 0 and scores.follow(self._scored, self._take_scores)
         self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars
@@ -218,6 +222,9 @@ class ChoiceRun(SequenceAttempts):
 
         return gone
 
+    def _begun_since(self) -> bool:
+        return self._has_output() and not self._sent_begun
+
     def _version_gone(self) -> VersionGone:
         spec = self._spec
         return VersionGone(
@@ -295,7 +302,9 @@ class ChoiceRun(SequenceAttempts):
             kv_share=request.tenant.kv_share,
             probe=self._screen is not None and self._screen.probed,
             unmerged=self._screen is not None and self._screen.judged,
+            begun=self._has_output(),
         )
+        self._sent_begun = start.begun
         if isinstance(grant, FallbackGrant):
             request.telemetry.placed_by_fallback()
         self._first_run = not self.begun

@@ -38,7 +38,10 @@ class Sequences:
 
     @property
     def replaceable(self) -> bool:
-        return self._admitted.reroute is not None and not any(run.begun for run in self.choices)
+        return self._admitted.reroute is not None and not self._has_output()
+
+    def _has_output(self) -> bool:
+        return any(run.begun for run in self.choices)
 
     @property
     def usage(self) -> Usage:
@@ -56,7 +59,7 @@ class Sequences:
         scores = SharedScores(spec.scored_tokens, min(len(admitted.produced(0).ids), spec.scored_tokens))
         timer, sink, screen = self._request.timer, self._sink, self._screened()
         self.choices = tuple(
-            ChoiceRun(admitted, choice, screen or sink, timer.fork(), scores, screen)
+            ChoiceRun(admitted, choice, screen or sink, timer.fork(), scores, screen, self._has_output)
             for choice in range(spec.choices)
         )
         for run in self.choices:

@@ -345,7 +345,8 @@ class SequenceHost:
     def _is_stale(self, spec: StartSpec) -> bool:
         """Whether the route that the request was resolved by is withdrawn. What has output goes on."""
         least = self.least_route_revision(spec.grant.version_digest)
-        return spec.generation.route_revision < least and not (spec.produced_ids or spec.scored_tokens)
+        has_output = spec.produced_ids or spec.scored_tokens or spec.begun
+        return spec.generation.route_revision < least and not has_output
 
     def _fallback_refusal(self, grant: FallbackGrant) -> NotAdmittedReason | None:
         if self._fallback is None:

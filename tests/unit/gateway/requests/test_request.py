@@ -307,10 +307,20 @@ async def test_a_request_that_is_returned_from_replaced_weights_starts_over_or_e
 
 
 async def test_output_of_another_choice_prevents_another_version() -> None:
-    harness, calls = Harness(emit(2, None), emit(0, NotAdmittedReason.STALE_ROUTE), choices=2), list[str]()
+    stale = emit(0, NotAdmittedReason.STALE_ROUTE)
+    harness, calls = Harness(emit(2, None), stale, stale, choices=2), list[str]()
     harness.reroute = rerouted(harness, "sha256:y", calls)
     assert isinstance(await harness.run(), errors.StaleRoute)
     assert not calls
+
+
+async def test_a_choice_whose_sibling_has_output_goes_on_with_the_withdrawn_version() -> None:
+    """The start was on its way when the sibling's output came: the next one says so, and is admitted."""
+    stale = emit(0, NotAdmittedReason.STALE_ROUTE)
+    harness = Harness(emit(3, ended(3)), stale, emit(3, ended(3)), choices=2)
+    assert isinstance(await harness.run(), Finished)
+    assert [start.begun for start in harness.workers.started][1:] in ([False, True], [True, True])
+    assert {start.generation.version_digest for start in harness.workers.started} == {"sha256:x"}
 
 
 async def test_a_request_that_ends_well() -> None:

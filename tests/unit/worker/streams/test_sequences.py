@@ -110,9 +110,10 @@ def test_a_withdrawn_route_starts_nothing_and_what_has_output_goes_on(bench: Ben
     reader.stream.start(3, at(7))
     reader.stream.start(4, at(6, produced=(A,)))
     reader.ids[4] = [A]  # of the earlier run
+    reader.stream.start(5, replace(at(6), begun=True))
     reader.read()
     assert reader.withdrawn == [Withdrawal(first, 7)]
-    assert (reader.accepted, reader.refused) == ([1, 3, 4], {2: NotAdmittedReason.STALE_ROUTE})
+    assert (reader.accepted, reader.refused) == ([1, 3, 4, 5], {2: NotAdmittedReason.STALE_ROUTE})
 
 
 def test_draining_and_closed_versions_take_nothing(bench: Bench, reader: Reader) -> None:
