@@ -9,7 +9,7 @@ request: without an entry, or without the store, the request runs.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -63,15 +63,27 @@ def count_lookups(metrics: Metrics) -> Counter:
 class ResponseCache:
     """The entries of all tenants, each under a key that contains its tenant."""
 
-    def __init__(self, store: IdempotencyStore, names_secret: bytes, owner: str, lookups: Counter) -> None:
-        """``store`` deletes a record, with its log, when the retention time is over."""
+    def __init__(
+        self,
+        store: IdempotencyStore,
+        names_secret: bytes,
+        owner: str,
+        lookups: Counter,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``store`` deletes a record, with its log, when the retention time is over. While the view of the
+        routes is not ``is_current``, a version may be withdrawn: nothing is found."""
         self._store = store
         self._secret = names_secret
         self._owner = owner
         self._lookups = lookups
+        self._is_current = is_current
 
     async def find(self, tenant_id: str, spec: GenerationSpec) -> CachedAnswer | None:
         """Return the answer of an equal request of the tenant, if there is one."""
+        if not self._is_current():
+            self._lookups.add("miss")
+            return None
         try:
             tail = await self._store.read(self._key(tenant_id, spec), 0, watch=False)
             entries = decode(tail.chunks[0]) if tail.state is RecordState.ENDED and tail.chunks else ()

@@ -52,6 +52,9 @@ class Splits:
         self._faulty = frozenset[str]()  # the keys of its routes that are no split
         self._withdrawn: OrderedDict[str, Withdrawal] = OrderedDict()  # what workers refuse, by version
 
+    def is_current(self) -> bool:
+        return self._routes.age_s() <= self._max_age_s
+
     def of(self, model: str) -> Versioned[ModelRoute] | None:
         """Return the split of a model name with its revision, None without one or where it is none."""
         view, key = self._routes.view, ROUTES + model
@@ -99,7 +102,7 @@ class Splits:
             raise pin_refused(route.deployment, caller.pin, allowed=found.allowed)
         if found is route.stable:
             return found
-        if self._routes.age_s() > self._max_age_s:
+        if not self.is_current():
             if caller.pin:
                 raise Unavailable(
                     f"this gateway last read the routes more than {self._max_age_s:g} s ago and serves the "
@@ -115,7 +118,7 @@ class Splits:
 
         Only requests whose arm chance decided in the present step are copied: others are not compared.
         """
-        held = self.of(model) if step and self._routes.age_s() <= self._max_age_s else None
+        held = self.of(model) if step and self.is_current() else None
         if held is None or held.record.shadow is None or held.record.step != step:
             return None
         shadow = held.record.shadow

@@ -66,6 +66,15 @@ async def test_an_equal_request_receives_the_answer_on_any_gateway(faces: Faces)
     assert await charged(left.limiter, faces.fleet.tenant) == Usage(15, 60, 10)
 
 
+async def test_nothing_is_answered_of_a_version_that_may_be_withdrawn(faces: Faces) -> None:
+    left, _ = faces.gateways
+    await ask(left)
+    faces.fleet.routes_are_current = False
+    assert not cached(await ask(left))
+    faces.fleet.routes_are_current = True
+    assert cached(await ask(left))
+
+
 async def test_no_tenant_receives_an_answer_of_another(faces: Faces) -> None:
     left, _ = faces.gateways
     await ask(left)

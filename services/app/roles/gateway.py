@@ -376,12 +376,14 @@ def _ticket_key(settings: Settings) -> bytes:
     return read_secret(settings.ticket_key_file).encode()
 
 
-def _response_cache(environment: Environment, quotas: GatewayQuotas, gateway_id: str) -> ResponseCache | None:
+def _response_cache(
+    environment: Environment, quotas: GatewayQuotas, gateway_id: str, splits: Splits
+) -> ResponseCache | None:
     lookups = count_lookups(environment.metrics)  # exported by every gateway, with or without a cache
     if quotas.responses is None:
         return None
     secret = record_names_secret(_ticket_key(environment.settings))
-    return ResponseCache(quotas.responses, secret, gateway_id, lookups)
+    return ResponseCache(quotas.responses, secret, gateway_id, lookups, splits.is_current)
 
 
 def _open_placement(
@@ -469,7 +471,7 @@ def _gateway_ports(
         ttft_target_s=ObjectiveIndex(environment.informer(OBJECTIVES, Objective)).ttft_target_s,
         budgets_of=TenantBudgets(environment.informer(BUDGETS, Budget)).of,
         outputs=_output_quantiles(settings),
-        responses=_response_cache(environment, quotas, gateway_id),
+        responses=_response_cache(environment, quotas, gateway_id, splits),
         telemetry=telemetry,
         poisons=_poison_gate(environment, telemetry),
     )
