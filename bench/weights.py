@@ -41,6 +41,7 @@ from services.adapters.grpc.chunk_peers import ChunkPeers
 from services.adapters.grpc.registry_client import RegistryClient
 from services.adapters.memory.store import MemoryStore
 from services.adapters.model_files.cache import ModelFiles
+from services.adapters.model_files.shared_chunks import ByteRate
 from services.adapters.model_files.swarm import Swarm
 from services.core.generation import Principal
 from services.core.records import KeyRole
@@ -98,6 +99,7 @@ async def run_cache(options: argparse.Namespace) -> None:
     peers, channel = ChunkPeers(TOKEN), RoleChannel(options.registry)
     client = RegistryClient(channel, TOKEN)
     swarm = Swarm(client, peers, ChunkPeer(options.listen), clock, rng)
+    swarm.pace = Counted(0, clock)
     service = RpcService(
         worker_pb2.DESCRIPTOR.services_by_name["ChunkService"],
         worker_pb2_grpc.add_ChunkServiceServicer_to_server,
@@ -113,10 +115,21 @@ async def run_cache(options: argparse.Namespace) -> None:
         MODEL, options.digest, progress=lambda ratio: _report(event="progress", ratio=ratio)
     )
     size_bytes = sum(file.stat().st_size for file in path.iterdir())
-    _report(event="done", received_bytes=swarm.received_bytes.total(), size_bytes=size_bytes)
+    _report(event="done", size_bytes=size_bytes)
     await asyncio.to_thread(sys.stdin.read)
     announcing.cancel()
     await server.stop(0)
+
+
+class Counted(ByteRate):
+    """Reports what arrived, of chunks that are not complete too."""
+
+    taken_bytes = 0
+
+    async def take(self, size_bytes: int) -> None:
+        self.taken_bytes += size_bytes
+        _report(event="received", bytes=self.taken_bytes)
+        await super().take(size_bytes)
 
 
 def _report(**fields: object) -> None:
@@ -155,9 +168,10 @@ class Cache:
                 if self.ratio >= KILL_AT:
                     self.has_part.set()
             elif found["event"] == "done":
-                self.done_s = time.monotonic()
-                self.received_bytes, self.size_bytes = found["received_bytes"], found["size_bytes"]
+                self.done_s, self.size_bytes = time.monotonic(), found["size_bytes"]
                 self.done.set()
+            elif found["event"] == "received":
+                self.received_bytes = found["bytes"]
             elif found["event"] == "sent":
                 self.sent_bytes = found["bytes"]
         self.ended.set()
@@ -288,7 +302,7 @@ async def restarted(bench: Bench, cache: Cache, name: str, digest: str, port: in
     again = await bench.start(name, digest, port)
     again.go()
     await again.finish()
-    return again, cache.ratio + again.received_bytes / again.size_bytes
+    return again, (cache.received_bytes + again.received_bytes) / again.size_bytes
 
 
 async def distribute(

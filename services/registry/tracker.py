@@ -18,6 +18,7 @@ MAX_SWARMS: Final = 256
 SILENT_S: Final = 180.0  # time without a report after which a swarm is gone: three of a complete node's
 DOWNLOADS: Final = 64
 _WAITING: Final = 8  # downloads that wait, by downloads that run
+_TURN_S: Final = 20.0  # longest wait of one: callers await an answer for longer
 
 
 class ChunkTracker:
@@ -69,18 +70,26 @@ class DownloadTurns:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Enter one download. Raises Unavailable where too many wait; retries are spread over two seconds."""
+        """Enter one download. Raises Unavailable where too many wait, or this one waited for ``_TURN_S``;
+        retries are spread over two seconds.
+        """
         if self._waiting >= self._most_waiting:
-            raise Unavailable(
-                f"{self._waiting} downloads wait for the blob store: try again",
-                retry_after_s=self._rng.uniform(0.5, 2.5),
-            )
+            raise self._busy()
         self._waiting += 1
         try:
-            await self._running.acquire()
+            async with asyncio.timeout(_TURN_S):
+                await self._running.acquire()
+        except TimeoutError:
+            raise self._busy() from None
         finally:
             self._waiting -= 1
         try:
             yield
         finally:
             self._running.release()
+
+    def _busy(self) -> Unavailable:
+        return Unavailable(
+            f"{self._waiting} downloads wait for the blob store: try again",
+            retry_after_s=self._rng.uniform(0.5, 2.5),
+        )

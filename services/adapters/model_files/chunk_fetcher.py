@@ -8,7 +8,7 @@ from typing import Final
 import structlog
 
 from services.adapters.threads import in_thread
-from services.core.errors import IntegrityError, NotFound, SlowReader, Unavailable
+from services.core.errors import IntegrityError, NotFound, SlowReader, StoreUnavailable, Unavailable
 from services.core.manifest import ManifestFile, sha256_of
 from services.ports.clock import Clock
 from services.ports.registry import VersionSource
@@ -18,6 +18,7 @@ log = structlog.get_logger()
 _CHUNK_TRIES: Final = 2
 # Long enough for a registry to restart. Beyond it the caller decides.
 _PATIENCE_S: Final = 30.0
+_BUSY_S: Final = 600.0  # the same, of a registry that says when to try again
 _BACKOFF_FIRST_S: Final = 0.2
 _BACKOFF_MOST_S: Final = 5.0
 
@@ -47,7 +48,7 @@ class ChunkFetcher:
         """Return the bytes that the registry sends, at most one more than the chunk's size.
 
         A broken connection is resumed at the byte where it broke, with capped backoff, until nothing was
-        received for ``_PATIENCE_S``.
+        received for ``_PATIENCE_S``, or for ``_BUSY_S`` from a registry that has too many downloads.
         """
         size, received, delay_s = file.chunk_bytes(index), bytearray(), _BACKOFF_FIRST_S
         received_s = self._clock.monotonic_s()
@@ -68,8 +69,10 @@ class ChunkFetcher:
                     digest=file.chunks[index],
                 ) from exc
             except (Unavailable, SlowReader) as exc:  # SlowReader: this process stalled
-                if self._clock.monotonic_s() - received_s > _PATIENCE_S:
+                is_busy = exc.retry_after_s is not None and not isinstance(exc, StoreUnavailable)
+                patience_s = _BUSY_S if is_busy else _PATIENCE_S
+                if self._clock.monotonic_s() - received_s > patience_s:
                     raise
                 log.info("model_chunk.download_broken", path=file.path, chunk=index, error=exc.message)
-                await self._clock.sleep(delay_s)
+                await self._clock.sleep(max(delay_s, exc.retry_after_s or 0.0))
                 delay_s = min(_BACKOFF_MOST_S, delay_s * 2)

@@ -14,6 +14,7 @@ from services.core.errors import InvalidInput, ModelNotFound, Unavailable
 from services.core.manifest import Manifest, ManifestFile, sha256_of
 from services.core.swarm import ChunkPeer, ChunkReport, FailedChunk
 from services.registry import tracker as module
+from services.registry import tracker as tracker_module
 from services.registry.servicer import RegistryServicer
 from services.registry.tracker import SILENT_S, ChunkTracker, DownloadTurns
 from services.rpc.convert.registry import report_to_proto
@@ -109,3 +110,17 @@ async def test_downloads_run_a_few_at_once_and_only_some_wait() -> None:
     assert len(retries) == rejected, "retries come at the same time"
     await download()
     assert rejected <= 24, "a turn was not returned"
+
+
+async def test_a_download_that_waits_for_long_is_refused_with_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracker_module, "_TURN_S", 0.05)
+    turns = DownloadTurns(Random(1), 1)
+    async with turns.one():
+        with pytest.raises(Unavailable) as caught:
+            async with turns.one():
+                pass
+        assert caught.value.retry_after_s
+    async with turns.one():
+        pass

@@ -13,6 +13,7 @@ import pytest
 
 from services.adapters.model_files import shared_chunks
 from services.adapters.model_files import swarm as node_side
+from services.adapters.model_files.chunk_fetcher import ChunkFetcher
 from services.adapters.model_files.folders import ChunkPlace
 from services.adapters.model_files.shared_chunks import PIECE_BYTES, ChunkBase, SharedChunks, SharedVersion
 from services.adapters.model_files.swarm import Swarm
@@ -247,3 +248,27 @@ async def test_a_node_with_a_low_rate_sends_few_chunks_at_once(
             with pytest.raises(Unavailable) as caught:
                 await anext(third)
         assert caught.value.retry_after_s
+
+
+class Busy:
+    """Has too many downloads for a while, or is away if it gives no time."""
+
+    def __init__(self, clock: HandClock, data: bytes, retry_after_s: float | None) -> None:
+        self.clock, self.data, self.retry_after_s = clock, data, retry_after_s
+
+    async def download(self, _: str, __: int) -> AsyncGenerator[bytes, None]:
+        if self.clock.monotonic_s() < 1300.0:
+            raise Unavailable("later", retry_after_s=self.retry_after_s)
+        yield self.data
+
+
+async def test_a_busy_registry_is_waited_for_longer_than_one_that_is_away() -> None:
+    data = b"x" * 100
+    for retry_after_s in (2.0, None):
+        clock = HandClock()
+        fetching = ChunkFetcher(cast(Any, Busy(clock, data, retry_after_s)), clock).fetch(file_of([data]), 0)
+        if retry_after_s is None:
+            with pytest.raises(Unavailable):
+                await fetching
+        else:
+            assert await fetching == data
