@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 MAX_KEPT: Final = 64
 LOAD_TIMEOUT_S: Final = 30.0
+_PATIENCE_S: Final = 10.0  # long enough for a registry to restart
+_PAUSE_S: Final = 0.5
 _RETRY_S: Final = 2.0
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -175,20 +177,17 @@ class SafetyPacks:
 
     async def _read(self, model: str, version_digest: str) -> _Policy:
         """Return the policy of a version. Raises Unavailable, FailedPrecondition."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _PATIENCE_S
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                manifest = await self._files.readable(model, version_digest)
-                digests = {one.path: one.digest for one in manifest.files}
-                digest = digests.get(POLICY_NAME, "")
-                if not digest:
-                    return _Policy(has_probe=PROBE in digests)
-                folder = await self._files.fetch(model, version_digest, only=_is_policy)
-                self._files.pin(folder)
-                try:
-                    data = await in_thread((folder / POLICY_NAME).read_bytes)
-                finally:
-                    self._files.unpin(folder)
-            return _Policy(digest, await in_thread(check_policy, data), PROBE in digests)
+                while True:
+                    try:
+                        return await self._fetched(model, version_digest)
+                    except Unavailable:
+                        if loop.time() > until_s:
+                            raise
+                    await asyncio.sleep(_PAUSE_S)
         except ValueError as error:
             raise FailedPrecondition(
                 f"the safety policy of {model} {version_digest} is refused: {error}; publish it again",
@@ -204,30 +203,47 @@ class SafetyPacks:
                 digest=version_digest,
             ) from error
 
+    async def _fetched(self, model: str, version_digest: str) -> _Policy:
+        manifest = await self._files.readable(model, version_digest)
+        digests = {one.path: one.digest for one in manifest.files}
+        digest = digests.get(POLICY_NAME, "")
+        if not digest:
+            return _Policy(has_probe=PROBE in digests)
+        folder = await self._files.fetch(model, version_digest, only=_is_policy)
+        self._files.pin(folder)
+        try:
+            data = await in_thread((folder / POLICY_NAME).read_bytes)
+        finally:
+            self._files.unpin(folder)
+        return _Policy(digest, await in_thread(check_policy, data), PROBE in digests)
+
 
 class _Loads(Generic[K, V]):
     """Values that are made once for all that wait for them; the ``MAX_KEPT`` used last are kept."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[K, V] = OrderedDict()
-        self._making: dict[K, asyncio.Lock] = {}
+        self._making: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
-        """Return the value of a key. A failure is raised and not kept."""
+        """Return the value of a key. A failure is raised to all that wait for it, and not kept."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        lock = self._making.setdefault(key, asyncio.Lock())
+        if key not in self._making:
+            making = self._making[key] = asyncio.create_task(self._make(key, make))
+            # Nobody may wait for it any more when it fails.
+            making.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(self._making[key])
+
+    async def _make(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
         try:
-            async with lock:
-                if key not in self._kept:
-                    self._kept[key] = await make()
-                    while len(self._kept) > MAX_KEPT:
-                        self._kept.popitem(last=False)
-                return self._kept[key]
+            value = self._kept[key] = await make()
         finally:
-            if not lock.locked():
-                self._making.pop(key, None)
+            del self._making[key]
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return value
 
 
 def compiled(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -33,6 +34,7 @@ from services.gateway.catalog import PinnedVersion
 from services.gateway.faces.grpc.messages import accepted_message
 from services.gateway.idempotency.record_codec import AcceptedTerms, decode, encode
 from services.gateway.requests.terms import Resume
+from services.gateway.safety import packs as packs_module
 from services.gateway.safety.packs import SafetyPacks
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.safety import counted, desk_of
@@ -174,6 +176,24 @@ async def test_nothing_runs_that_nothing_can_judge(gateway: Gateway, packs: Any)
     assert await gateway.service._ports.limiter.concurrency("acme") == 0  # type: ignore[union-attr]
     packs.fetch = fetch
     assert (await gateway.ask()).accepted.safety == pins(OWN)
+
+
+async def test_a_registry_that_is_away_for_a_moment_fails_no_request(
+    gateway: Gateway, packs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packs_module, "_PAUSE_S", 0.01)
+    fetch, failures = packs.fetch, 0
+
+    async def away(*asked: Any, **options: Any) -> Path:
+        nonlocal failures
+        if failures < 3:
+            failures += 1
+            raise Unavailable("the registry restarts")
+        return cast(Path, await fetch(*asked, **options))
+
+    packs.fetch = away
+    answers = await asyncio.gather(*(gateway.ask() for _ in range(4)))
+    assert [answer.accepted.safety for answer in answers] == [pins(OWN)] * 4
 
 
 def probing(fleet: Any, packs: Any, fail: str) -> None:
