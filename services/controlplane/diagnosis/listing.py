@@ -17,6 +17,7 @@ from services.controlplane.diagnosis.policy.diagnose import (
     Diagnosis,
     DiagnosisVerdict,
     LatencyCause,
+    Rise,
     StageChange,
     TreeStep,
     change_in,
@@ -70,12 +71,13 @@ class Diagnoses:
             found = await self._find(begin_s or end_s - LOOK_BACK_S, end_s)
             metric = Metric(request.metric or Metric.TTFT)
             level = request.quantile or DEFAULT_QUANTILE
-            chosen = ""
+            chosen, usual_s = "", 0.0
             if not begin_s:
-                begin_s, end_s, chosen = await in_thread(_changed, found, request, metric, level)
+                rise, chosen = await in_thread(_changed, found, request, metric, level)
+                begin_s, end_s, usual_s = rise
                 found = await self._find(begin_s, end_s)
             own = [one for one in found.requests if request.tenant in ("", one.tenant)]
-            baseline, problem = await self._baseline(request, replace(found, requests=own))
+            baseline, problem = await self._baseline(request, replace(found, requests=own), usual_s)
             notes = [*([chosen] if chosen else []), *self._samples.notes(baseline.begin_s, end_s)]
             diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
         if problem:
@@ -109,13 +111,17 @@ class Diagnoses:
         """Return the samples of a time. It begins no earlier than they do, for rates are per second of it."""
         return await in_thread(self._samples.find, max(begin_s, min(self._samples.began_s, end_s)), end_s)
 
-    async def _baseline(self, request: pb.DiagnoseLatencyRequest, window: Found) -> tuple[Found, str]:
-        """Return what the window is compared with, and why it must not be; empty if it may."""
+    async def _baseline(
+        self, request: pb.DiagnoseLatencyRequest, window: Found, usual_s: float
+    ) -> tuple[Found, str]:
+        """Return what the window is compared with, and why it must not be; empty if it may. The time just
+        before is taken from ``usual_s`` on.
+        """
         if request.baseline not in ("", AUTO):
             found = await self._samples.baseline(request.baseline)
             return found, _difference(request.baseline, found, window)
         lasted_s = max(LEAST_BASELINE_S, _TIMES * (window.end_s - window.begin_s))
-        found = await self._find(window.begin_s - lasted_s, window.begin_s)
+        found = await self._find(max(window.begin_s - lasted_s, usual_s), window.begin_s)
         if sum(request.model in ("", one.model) for one in found.requests) >= LEAST_SAMPLES:
             return found, ""
         stored = await self._samples.hours_before(window.begin_s)
@@ -137,18 +143,18 @@ def _span(
 
 def _changed(
     found: Found, request: pb.DiagnoseLatencyRequest, metric: Metric, level: float
-) -> tuple[float, float, str]:
-    """Return when the window begins and ends, and how that was chosen."""
+) -> tuple[Rise, str]:
+    """Return the window, and how it was chosen."""
     table = samples_of(found.requests, found.zones)
     asked = table.asked("model", request.model) & table.asked("tenant", request.tenant)
     rise = change_in(table.where(asked), metric, level, found.begin_s, found.end_s)
     if rise is not None:
         until = " and ends where the latency fell back" if rise[1] < found.end_s else ""
-        return *rise, f"the window begins at the last rise that was found in the hour{until}"
+        return rise, f"the window begins at the last rise that was found in the hour{until}"
     lasted_s = found.end_s - found.begin_s
     window_s = min(lasted_s / 2, max(60.0, lasted_s / 4))
     text = f"no rise was found in the hour: its last {window_s:.0f} s are compared"
-    return found.end_s - window_s, found.end_s, text
+    return Rise(found.end_s - window_s, found.end_s, found.begin_s), text
 
 
 def _difference(name: str, baseline: Found, window: Found) -> str:

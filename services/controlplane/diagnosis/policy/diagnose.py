@@ -7,9 +7,10 @@ that it explains. Without a certain cause the answer is that none was found.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from services.controlplane.diagnosis.policy.comparison import (
     of_model,
 )
 from services.controlplane.diagnosis.policy.demand import DemandSuspects
-from services.controlplane.diagnosis.policy.quantiles import change_points, quantile, ratio_interval, rises
+from services.controlplane.diagnosis.policy.quantiles import levels, quantile, ratio_interval, rises
 from services.controlplane.diagnosis.policy.samples import (
     STAGES,
     Floats,
@@ -39,6 +40,7 @@ LEAST_SHARE: Final = 0.2  # least share of the change that a cause explains
 FAMILY_CHANCE: Final = 0.01  # probability of any false accusation of a quiet window
 _LEAST_TESTS: Final = 40  # suspects that are counted at least: those below the least sizes are tests too
 _MOST_CAUSES: Final = 8
+_MOST_PARTS: Final = 60  # values of a series in which a change is found
 _CERTAIN_RATIO: Final = 1.5  # a rise of a tenant with few requests moves few moments, however large it is
 _LATE: Final = 0.5  # a figure that rises after the latency may be its effect, as retries are
 _BROAD: Final = 0.9  # growth of arrivals explains any wait: what names the way goes first
@@ -349,9 +351,17 @@ _NEXT: Final = {
 }
 
 
+class Rise(NamedTuple):
+    """A time of high latency. ``usual_s``: when the lower latency before it began."""
+
+    begin_s: float
+    end_s: float
+    usual_s: float
+
+
 def change_in(
     samples: RequestTable, metric: Metric, level: float, begin_s: float, end_s: float
-) -> tuple[float, float] | None:
+) -> Rise | None:
     """Return the last rise of a model's latency within a time, until it fell back; None without one."""
     models = _models(samples)
     limit = FAMILY_CHANCE / max(1, len(models))
@@ -361,20 +371,25 @@ def change_in(
 
 def _rise_in(
     samples: RequestTable, metric: Metric, level: float, begin_s: float, end_s: float, limit: float
-) -> tuple[float, float] | None:
-    bucket_s = max(2.0, (end_s - begin_s) / 60)
+) -> Rise | None:
+    """Each value of the series is of as many requests, since a quantile of few is lower than that of many."""
+    order = np.argsort(samples.ended_s, kind="stable")
+    order = order[(samples.ended_s[order] >= begin_s) & (samples.ended_s[order] < end_s)]
+    least = max(5, math.ceil(1 / (1 - level) - 1e-9))
+    parts = np.array_split(order, min(_MOST_PARTS, len(order) // least)) if len(order) >= least else []
     values = samples.metric(metric)
-    numbers = np.floor((samples.ended_s - begin_s) / bucket_s)
-    times, series = list[float](), list[float]()
-    for number in np.unique(numbers):
-        mask = numbers == number
-        if mask.sum() >= 5:
-            times.append(begin_s + float(number) * bucket_s)
-            series.append(quantile(values[mask], samples.weight[mask], level))
-    found, usual_s = None, 0.0
-    for place, before_s, after_s in change_points(np.array(series), limit):
-        if after_s >= max(LEAST_RATIO * before_s, before_s + LEAST_RISE_S[metric]):
-            found, usual_s = (times[place], end_s), before_s
-        elif found and found[1] == end_s and after_s < LEAST_RATIO * usual_s:
-            found = found[0], times[place]
+    series = [quantile(values[part], samples.weight[part], level) for part in parts]
+    times = [float(samples.ended_s[part[0]]) for part in parts]
+    found: Rise | None = None
+    is_high, usual, usual_s = False, math.inf, begin_s
+    for place, now in levels(np.array(series), limit):
+        was_high, is_high = is_high, now >= max(LEAST_RATIO * usual, usual + LEAST_RISE_S[metric])
+        if is_high:
+            found = found if found and was_high else Rise(times[place], end_s, usual_s)
+            continue
+        if found and was_high:
+            found = found._replace(end_s=times[place])
+        if was_high or LEAST_RATIO * now <= usual:
+            usual_s = times[place]
+        usual = now if was_high else min(usual, now)  # small rises add up
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import erfc, sqrt
 from typing import Final
 
@@ -131,16 +132,29 @@ def unlike_span(series: Floats) -> tuple[int, int, float]:
     return begin, end, min(1.0, 2 * size * erfc(float(scores[begin, end]) / sqrt(2)))
 
 
-def change_points(series: Floats, most_chance: float) -> list[tuple[int, float, float]]:
-    """Return where a series changes beyond chance, in order, with the medians before and after each."""
+def levels(series: Floats, most_chance: float) -> list[tuple[int, float]]:
+    """Return the parts of a series that differ beyond chance: where each begins, and its median."""
+    edges = [0, *change_points(series, most_chance), len(series)]
+    for at in range(1, len(edges) - 1):
+        edges[at] = _meeting(series, edges[at - 1], edges[at + 1])
+    return [(begin, float(np.median(series[begin:end]))) for begin, end in pairwise(edges) if begin < end]
+
+
+def _meeting(series: Floats, begin: int, end: int) -> int:
+    """Return where two levels meet in a part, by least absolute deviations: ranks favour equal halves."""
+
+    def apart(part: Floats) -> float:
+        return float(np.abs(part - np.median(part)).sum())
+
+    return min(range(begin + 1, end), key=lambda at: apart(series[begin:at]) + apart(series[at:end]))
+
+
+def change_points(series: Floats, most_chance: float) -> list[int]:
+    """Return where a series changes beyond chance, in order."""
     begin, end, chance = unlike_span(series)
     if chance > most_chance:
         return []
-    within = float(np.median(series[begin:end]))
-    beside = float(np.median(np.concatenate([series[:begin], series[end:]])))
-    changes = [(begin, beside, within)] if begin else []
-    changes += [(end, within, beside)] if end < len(series) else []
+    found = {begin, end} - {0, len(series)}
     for first, last in ((0, begin), (begin, end), (end, len(series))):
-        for place, before, after in change_points(series[first:last], most_chance):
-            changes.append((first + place, before, after))
-    return sorted(changes)
+        found.update(first + place for place in change_points(series[first:last], most_chance))
+    return sorted(found)

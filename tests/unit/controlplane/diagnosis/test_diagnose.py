@@ -22,6 +22,7 @@ from services.controlplane.diagnosis.policy.diagnose import (
 from services.controlplane.diagnosis.policy.quantiles import (
     allocated,
     change_points,
+    levels,
     quantile,
     rises,
     unlike_span,
@@ -294,7 +295,7 @@ def test_the_span_that_differs_is_found_and_its_chance_is_calibrated() -> None:
     for sizes, edges in (((20, 15), [20]), ((20, 8, 20), [20, 28])):
         parts = [rng.normal(6 * (place == 1), 1, size=size) for place, size in enumerate(sizes)]
         found = change_points(np.concatenate(parts), 0.001)
-        assert [place for place, _, _ in found] == pytest.approx(edges, abs=1)
+        assert found == pytest.approx(edges, abs=1)
     assert unlike_span(np.ones(40))[2] == 1.0
     assert unlike_span(np.arange(7.0))[2] == 1.0
     for size in (20, 60, 120):
@@ -310,7 +311,8 @@ def test_a_window_begins_where_the_latency_rose() -> None:
     before = drawn(USUAL, 1000.0, 60.0, 1)
     bad = drawn(replace(USUAL, admit_s=0.05), 1060.0, 30.0, 2)
     found = change_in(_joined(before, bad), Metric.TTFT, 0.95, 1000.0, 1090.0)
-    assert found == pytest.approx((1060.0, 1090.0), abs=4.0)
+    assert found is not None
+    assert found[:2] == pytest.approx((1060.0, 1090.0), abs=4.0)
     assert change_in(_joined(before), Metric.TTFT, 0.95, 1000.0, 1060.0) is None
     # A fall is no rise.
     good = drawn(USUAL, 1090.0, 60.0, 3)
@@ -339,7 +341,8 @@ def test_a_rise_is_found_though_a_fall_follows(times: float) -> None:
         _of_model(drawn(USUAL, 1080.0, 40.0, 3), "chat", times),
     )
     found = change_in(_joined(*parts), Metric.TTFT, 0.95, 1000.0, 1120.0)
-    assert found == pytest.approx((1040.0, 1080.0), abs=4.0)
+    assert found is not None
+    assert found == pytest.approx((1040.0, 1080.0, 1000.0), abs=4.0)
 
 
 @pytest.mark.parametrize(("calm_s", "bad_s", "after_s"), [(1500, 600, 1500), (3240, 360, 0)])
@@ -356,15 +359,63 @@ def test_minutes_of_an_hour_are_found_in_its_middle_and_at_its_end(
             drawn(calm, end_s, after_s, seed + 2) if after_s else (),
         )
         rise = change_in(table, Metric.TTFT, 0.95, 1000.0, 4600.0)
-        found += rise is not None and rise == pytest.approx((begin_s, end_s), abs=120.0)
+        found += rise is not None and rise[:2] == pytest.approx((begin_s, end_s), abs=120.0)
     assert found >= 4
+
+
+@pytest.mark.parametrize("sizes", [(10, 12, 38), (8, 12, 40), (15, 20, 25)])
+def test_a_rise_that_first_overshoots_lasts_to_the_end(sizes: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(5)
+    parts = [rng.normal(ms, 0.05 * ms, size) for ms, size in zip((10, 23, 20), sizes, strict=True)]
+    found = levels(np.concatenate(parts), 0.01)
+    assert [place for place, _ in found] == pytest.approx([0, sizes[0], sizes[0] + sizes[1]], abs=1)
+    assert [level for _, level in found] == pytest.approx([10, 23, 20], rel=0.05)
+    slow = [replace(USUAL, admit_s=admit_s) for admit_s in (0.06, 0.05)]
+    begin, end = 1000.0 + 2.0 * sizes[0], 1000.0 + 2.0 * (sizes[0] + sizes[1])
+    table = _joined(
+        drawn(USUAL, 1000.0, begin - 1000.0, 1),
+        drawn(slow[0], begin, end - begin, 2),
+        drawn(slow[1], end, 1120.0 - end, 3),
+    )
+    rise = change_in(table, Metric.TTFT, 0.95, 1000.0, 1120.0)
+    assert rise is not None
+    assert rise == pytest.approx((begin, 1120.0, 1000.0), abs=4.0)
+
+
+def test_the_baseline_of_a_second_incident_begins_after_the_first() -> None:
+    bad = replace(USUAL, admit_s=0.05)
+    parts = [
+        drawn(world, 1000.0 + 40.0 * at, 40.0, at) for at, world in enumerate((USUAL, bad, USUAL, bad, USUAL))
+    ]
+    found = change_in(_joined(*parts), Metric.TTFT, 0.95, 1000.0, 1200.0)
+    assert found is not None
+    assert found == pytest.approx((1120.0, 1160.0, 1080.0), abs=4.0)
+
+
+def test_more_requests_of_equal_latency_are_no_rise() -> None:
+    rng, found = np.random.default_rng(6), 0
+    one = drawn(USUAL, 1000.0, 5.0, 1)[0]
+    for _ in range(20):
+        times = [1000.0 + at for at in range(3600) if rng.random() < (0.1 if at < 1800 else 1.0)]
+        late = [_of_model([one], "chat", rng.lognormal(0.0, 0.6))[0] for _ in times]
+        moved = [_ending(request, ended_s) for request, ended_s in zip(late, times, strict=True)]
+        found += change_in(_joined(moved), Metric.TOTAL, 0.95, 1000.0, 4600.0) is not None
+    assert found <= 1
+
+
+def _ending(request: FinishedRequest, ended_s: float) -> FinishedRequest:
+    late_us = round(1e6 * ended_s) - request.ended_unix_us
+    moved = structs.replace(request.clock, received_unix_us=request.clock.received_unix_us + late_us)
+    return structs.replace(request, clock=moved)
 
 
 def test_a_rise_below_the_quantile_of_a_slower_model_is_found() -> None:
     before, after = drawn(USUAL, 1000.0, 60.0, 1), drawn(USUAL, 1060.0, 30.0, 2)
     slow = _of_model(drawn(USUAL, 1000.0, 90.0, 3), "slow", 9.0)
     mixed = _joined(before, _of_model(after, "chat", 2.0), slow)
-    assert change_in(mixed, Metric.TTFT, 0.95, 1000.0, 1090.0) == pytest.approx((1060.0, 1090.0), abs=4.0)
+    found = change_in(mixed, Metric.TTFT, 0.95, 1000.0, 1090.0)
+    assert found is not None
+    assert found[:2] == pytest.approx((1060.0, 1090.0), abs=4.0)
 
 
 def test_requests_of_one_token_do_not_hide_a_rise_of_itl() -> None:
@@ -375,7 +426,9 @@ def test_requests_of_one_token_do_not_hide_a_rise_of_itl() -> None:
         for one in drawn(USUAL, 1000.0, 90.0, 3 + seed)
     ]
     mixed = _joined(before, _of_model(after, "chat", 2.0), rows)
-    assert change_in(mixed, Metric.ITL, 0.5, 1000.0, 1090.0) == pytest.approx((1060.0, 1090.0), abs=4.0)
+    found = change_in(mixed, Metric.ITL, 0.5, 1000.0, 1090.0)
+    assert found is not None
+    assert found[:2] == pytest.approx((1060.0, 1090.0), abs=4.0)
 
 
 def test_a_rate_is_per_second_of_what_samples_cover() -> None:
