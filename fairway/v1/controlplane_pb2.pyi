@@ -5654,8 +5654,11 @@ class DiagnosedSpan(_message.Message):
     TO_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    COVERED_S_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     samples: _builtins.int
+    covered_s: _builtins.float
+    """The seconds of it that samples cover: a rate is per second of these. 0: all of it."""
     @_builtins.property
     def to(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -5664,10 +5667,11 @@ class DiagnosedSpan(_message.Message):
         to: _timestamp_pb2.Timestamp | None = ...,
         requests: _builtins.int = ...,
         samples: _builtins.int = ...,
+        covered_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "to", b"to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from", b"from", "requests", b"requests", "samples", b"samples", "to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_s", b"covered_s", "from", b"from", "requests", b"requests", "samples", b"samples", "to", b"to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

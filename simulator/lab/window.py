@@ -52,7 +52,7 @@ def runs_of(answer: cp.DiagnoseLatencyResponse) -> dict[str, Run]:
     table, prices = samples_of(window, {}), _prices(answer)
     ratios = {name: slowness(table, prices, table.worker == name) for name in sorted(set(table.worker))}
     workers = {name: min(100.0, max(0.01, ratio)) for name, ratio in ratios.items()}
-    was = Run(_load(window, getattr(answer.window, "from").seconds), workers, _slots(window))
+    was = Run(_load(window), workers, _slots(window))
     causes = [cause for cause in answer.causes if cause.kind in WITHOUT]
     for name, count, most in (
         ("workers", len(workers), MAX_WORKERS),
@@ -76,25 +76,33 @@ def _prices(answer: cp.DiagnoseLatencyResponse) -> FittedPrices:
     return FittedPrices(*answer.step_prices)
 
 
-def _load(window: Iterable[FinishedRequest], begin_s: float) -> list[SimRequest]:
-    """Return the arrivals: a sample that stands for several requests arrives as often, a little apart."""
+def _load(window: Iterable[FinishedRequest]) -> list[SimRequest]:
+    """Return the arrivals: a sample that stands for several requests arrives as often, a little apart.
+
+    Of too many, the last are kept: a part of each moment's would be less load for the same workers. The
+    first arrives at 0, for a window has requests that began before it.
+    """
     rng = Random(0)
     prefixes = {name: place for place, name in enumerate(sorted({one.tenant for one in window}), 1)}
     found = [
-        SimRequest(
-            tenant=one.tenant,
-            prompt_tokens=max(1, one.usage.prompt_tokens),
-            output_tokens=one.usage.output_tokens,
-            arrival_s=max(0.0, one.clock.received_unix_us / 1e6 - begin_s) + rng.random() * (copy > 0),
-            priority=one.priority,
-            prefix_id=prefixes[one.tenant],
-            prefix_tokens=one.usage.cached_tokens,
-        )
+        (one.clock.received_unix_us / 1e6 + rng.random() * (copy > 0), one)
         for one in window
         if not one.failed and one.usage.output_tokens
         for copy in range(max(1, round(one.weight)))
     ]
-    return found[:: max(1, -(-len(found) // MAX_REQUESTS))]
+    kept = sorted(found, key=lambda arrival: arrival[0])[-MAX_REQUESTS:]
+    return [
+        SimRequest(
+            tenant=one.tenant,
+            prompt_tokens=max(1, one.usage.prompt_tokens),
+            output_tokens=one.usage.output_tokens,
+            arrival_s=at_s - kept[0][0],
+            priority=one.priority,
+            prefix_id=prefixes[one.tenant],
+            prefix_tokens=one.usage.cached_tokens,
+        )
+        for at_s, one in kept
+    ]
 
 
 def _slots(window: Iterable[FinishedRequest]) -> int:
@@ -108,7 +116,7 @@ def _slots(window: Iterable[FinishedRequest]) -> int:
 
 
 def _rate(requests: Iterable[FinishedRequest], span: cp.DiagnosedSpan) -> float:
-    lasted_s: int = span.to.seconds - getattr(span, "from").seconds
+    lasted_s: float = span.covered_s or span.to.seconds - getattr(span, "from").seconds
     return sum(one.weight or 1.0 for one in requests) / max(1, lasted_s)
 
 

@@ -191,6 +191,7 @@ def _diagnosed(
 
 def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
     message = pb.DiagnosedSpan(requests=span.requests, samples=span.samples, to=timestamp(span.end_s))
+    message.covered_s = span.covered_s
     getattr(message, "from").CopyFrom(timestamp(span.begin_s))
     return message
 

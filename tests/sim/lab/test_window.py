@@ -10,7 +10,7 @@ import pytest
 from fairway.cli.terminal.formats import document_of
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.records import Priority
-from simulator.lab.window import main, runs_of
+from simulator.lab.window import MAX_REQUESTS, main, runs_of
 from tests.support.diagnoses import answer
 
 
@@ -35,6 +35,35 @@ def test_more_arrivals_are_replayed_at_the_rate_of_the_baseline() -> None:
     was, without = runs_of(found).values()
     assert {one.tenant for one in without.load} == {"bob"}
     assert len(was.load) == 2 * len(without.load)
+
+
+def test_a_baseline_has_the_rate_of_the_seconds_that_samples_cover() -> None:
+    found = answer(("arrivals_grew", "ann"))
+    getattr(found.baseline, "from").seconds -= 72 * 3600
+    (_, dropped) = runs_of(found).values()
+    assert len(dropped.load) < 35  # as if the baseline's requests were of three days
+    found.baseline.covered_s = 30.0
+    was, kept = runs_of(found).values()
+    assert len(kept.load) == len(was.load)
+
+
+def test_too_many_arrivals_are_replayed_as_close_together_as_they_were() -> None:
+    found = answer()
+    for one in found.window_samples.requests:
+        one.weight = 300.0  # 300 arrivals every half second, each up to a second later
+    (was,) = runs_of(found).values()
+    assert len(was.load) == MAX_REQUESTS
+    arrivals = [one.arrival_s for one in was.load]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] == 0.0
+    assert arrivals[-1] == pytest.approx(MAX_REQUESTS / 600, rel=0.05)
+
+
+def test_requests_that_began_before_the_window_arrive_when_they_did() -> None:
+    found = answer()
+    getattr(found.window, "from").seconds += 10
+    (was,) = runs_of(found).values()
+    assert [one.arrival_s for one in was.load] == [number / 2 for number in range(60)]
 
 
 def test_cache_hits_return_for_the_requests_that_had_none() -> None:

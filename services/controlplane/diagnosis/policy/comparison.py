@@ -33,12 +33,14 @@ Masks = tuple[Mask, Mask]
 
 @dataclass(frozen=True, slots=True)
 class SampledSpan:
-    """A time, and the requests in it: those that the samples stand for."""
+    """A time, and the requests in it: those that the samples stand for. ``covered_s``: the seconds of it that
+    samples cover; 0: all of it."""
 
     begin_s: float
     end_s: float
     requests: int = 0
     samples: int = 0
+    covered_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class Evidence:
 
     def span(self, model: str = "", tenant: str = "") -> SampledSpan:
         mask = self.samples.asked("model", model) & self.samples.asked("tenant", tenant)
-        return SampledSpan(
-            self.begin_s, self.end_s, round(float(self.samples.weight[mask].sum())), int(mask.sum())
-        )
+        requests = round(float(self.samples.weight[mask].sum()))
+        covered_s = sum(end_s - begin_s for begin_s, end_s in self.covered)
+        return SampledSpan(self.begin_s, self.end_s, requests, int(mask.sum()), covered_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

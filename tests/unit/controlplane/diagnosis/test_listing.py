@@ -208,6 +208,8 @@ async def test_stored_hours_are_compared_by_the_time_that_they_cover() -> None:
     later = Plane(ledger).fill((SLOW_STORE, 60.0, 38.0))
     answer = await later.ask(start_time=timestamp(T0 + 60))
     assert answer.baseline.to.ToSeconds() - getattr(answer.baseline, "from").ToSeconds() > 172_000
+    assert 120.0 < answer.baseline.covered_s <= 180.0
+    assert answer.window.covered_s == 0.0  # all of it
     assert named(answer) == [("quota_store_slow", "redis")]
     # One tenant of six sends so little that it varies by the least growth.
     assert sum("arrivals_grew" in step.text for step in answer.tree) <= 1
