@@ -144,7 +144,7 @@ def guidellm(load: Load, environment: Path, scratch: Path, seed: int) -> Figures
             "--profile", f"kind=concurrent,streams={load.concurrency}",
             "--constraint", f"kind=max_requests,count={load.requests}",
             "--tokenizer", f"kind=huggingface_auto,model={load.tokenizer.resolve()}",
-            "--data", data, "--output", f"kind=json,path={report}",
+            "--data", data, "--seed", f"kind=static,value={seed}", "--output", f"kind=json,path={report}",
         ]
     )  # fmt: skip
     return guidellm_figures(json.loads(report.read_text()), load.requests)
