@@ -145,7 +145,7 @@ def compare_records(store: BenchStore, options: argparse.Namespace) -> int:
         found = compare(*latest_pair(store, options.records[0]))
     else:
         found = compare(store.named(options.records[0]), store.named(options.records[1]))
-    print(json.dumps(found.document()) if options.output == "json" else _comparison(found))
+    print(json.dumps(found.document(), allow_nan=False) if options.output == "json" else _comparison(found))
     return 0
 
 

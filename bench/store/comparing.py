@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from math import inf
 from statistics import fmean, median
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ class Comparison:
     warnings: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return it for JSON, which has no infinite numbers: None is also an infinite bound."""
         versions = sorted({*self.a.versions, *self.b.versions})
         return {
             "a": self.a.id,
@@ -55,7 +56,10 @@ class Comparison:
                 for name in versions
                 if self.a.versions.get(name) != self.b.versions.get(name)
             },
-            "figures": [asdict(figure) for figure in self.figures],
+            "figures": [
+                {key: None if value in (inf, -inf) else value for key, value in asdict(figure).items()}
+                for figure in self.figures
+            ],
             "warnings": list(self.warnings),
         }
 

@@ -26,8 +26,12 @@ def fingerprint(state: str | None = None, *, root: Path = Path("/")) -> BenchMac
     """
     memory = _number(_field(_text(root / "proc/meminfo"), "MemTotal", ":"))
     limit = _limit(root, "memory.max", "memory/memory.limit_in_bytes")
+    cpuinfo = _text(root / "proc/cpuinfo")
+    # Kernels of arm64 write these in place of a model's name.
+    codes = [_field(cpuinfo, f"CPU {name}", ":") for name in ("implementer", "part")]
     return BenchMachine(
-        cpu=_field(_text(root / "proc/cpuinfo"), "model name", ":") or platform.processor() or None,
+        cpu=_field(cpuinfo, "model name", ":")
+        or ("implementer {}, part {}".format(*codes) if all(codes) else None),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=None if memory is None else round(2 * memory * 1024 / GIB) / 2,
         governor=_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,

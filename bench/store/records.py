@@ -85,7 +85,11 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             unset = "none" if self.runs and name in OPTIONAL else "unknown"
             found[f"machine.{name}"] = unset if value is None else str(value)
         parameters = {f"parameters.{name}": value for name, value in self.parameters.items()}
-        return {"suite": self.suite, "device": self.device, **found, **parameters}
+        # The command has the suite's module and fixed arguments, which are no parameters.
+        found |= {"suite": self.suite, "command": self.command, **parameters}
+        # Without its product name, a GPU may be any.
+        nameless = self.device.startswith("cuda") and ": " not in self.device
+        return found | {"device": "unknown" if nameless else self.device}
 
 
 class StoreError(Exception):
@@ -166,13 +170,12 @@ class BenchStore:
         raise StoreError(problem, "`fairway bench list` shows the records")
 
     def series(self, suite: str, figure: str, like: BenchRecord) -> list[BenchRecord]:
-        """Return the records with raw values of a figure and the conditions of ``like``, oldest first."""
-        conditions = like.conditions()
+        """Return ``like`` and the records of its conditions with raw values of a figure, oldest first."""
         return [
             record
             for record in self.records
             if record.suite == suite and figure in {name for run in record.runs for name in run}
-            if record.conditions() == conditions
+            if record is like or not differences(record, like)
         ]
 
 

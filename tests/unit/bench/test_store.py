@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from bench.store.comparing import compare, latest_pair
 from bench.store.machine import fingerprint, versions
+from bench.store.page import TEMPLATE
 from bench.store.plot import picture
 from bench.store.records import (
     MAX_RECORD_BYTES,
@@ -123,6 +125,7 @@ OTHER = [
     ({"device": "cuda: H200, 580"}, "device"),
     ({"parameters": {"workers": "16"}}, "parameters.workers"),
     ({"suite": "idle"}, "suite"),
+    ({"command": "python -m bench.overhead compare"}, "command"),
 ]
 
 
@@ -137,6 +140,24 @@ def test_unequal_conditions_are_refused_by_name(fields: dict[str, Any], name: st
 def test_a_field_that_is_unknown_equals_nothing() -> None:
     unknown = msgspec.structs.replace(MACHINE, os=None)
     assert list(differences(record(0, machine=unknown), record(1, machine=unknown))) == ["machine.os"]
+    assert list(differences(record(0, device="cuda"), record(1, device="cuda"))) == ["device"]
+    gpu = "cuda: H200, 580"
+    assert differences(record(0, device=gpu), record(1, device=gpu)) == {}
+
+
+def test_a_series_has_the_records_that_may_be_compared(tmp_path: Path) -> None:
+    unknown = msgspec.structs.replace(MACHINE, cpu=None)
+    store = BenchStore(tmp_path)
+    for number, machine in enumerate((unknown, MACHINE, unknown, MACHINE)):
+        store.append(record(number, machine=machine))
+    found = [[each.id for each in store.series("overhead", "rate", like)] for like in store.records[2:]]
+    assert found == [["overhead-2"], ["overhead-1", "overhead-3"]]
+
+
+def test_committed_records_of_one_command_are_comparable() -> None:
+    store = BenchStore(TEMPLATE.parent)
+    a, b = store.named("serving-20261130T220957"), store.named("serving-20261130T221101")
+    assert differences(a, b) == {}
 
 
 def test_a_published_figure_without_samples_takes_no_part() -> None:
@@ -172,6 +193,13 @@ def test_few_values_get_no_verdict_and_rounds_of_one_start_a_warning() -> None:
     rounds = compare(record(0, runs=[{"rate": SERIES}]), record(1, runs=[{"rate": SERIES}]))
     assert rounds.figures[0].of == "rounds"
     assert any("rounds of one start" in each for each in rounds.warnings)
+
+
+def test_an_unbounded_interval_is_json() -> None:
+    few = [1.0, 1.0, 1.0, 1.0, 2.0]
+    document = compare(record(0, few), record(1, [2.0, 2.0, 2.0, 2.0, 2.0])).document()
+    (found,) = json.loads(json.dumps(document, allow_nan=False))["figures"]
+    assert None in (found["low"], found["high"])
 
 
 def test_starts_of_one_session_are_compared_in_pairs() -> None:
@@ -252,6 +280,15 @@ def test_the_fingerprint_reads_limits_and_governor(tmp_path: Path) -> None:
     assert (found.cpu_limit, found.memory_limit_gib) == (1.5, 2.0)
     assert found.os is not None
     assert found.os.startswith("An OS 1, kernel ")
+
+
+def test_a_processor_without_a_name_is_known_by_its_codes(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    path = tmp_path / "proc/cpuinfo"
+    path.write_text("processor\t: 0\nCPU implementer\t: 0x41\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\n")
+    assert fingerprint(root=tmp_path).cpu == "implementer 0x41, part 0xd0c"
+    path.write_text("processor\t: 0\n")
+    assert fingerprint(root=tmp_path).cpu is None
 
 
 def test_an_old_cgroup_without_limits_has_none(tmp_path: Path) -> None:
