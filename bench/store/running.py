@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from bench.results import RESULT, SAMPLES, flat
 from bench.store.machine import fingerprint, versions
@@ -24,6 +26,7 @@ ROOT: Final = Path(__file__).parents[2]
 NOT_HERE: Final = 3  # exit status of a command that finds no device or peer to measure
 MISSED: Final = 1  # exit status of a command that measured, and missed an aim
 MAX_LINE: Final = 1 << 20
+END_S: Final = 10.0  # time for a stopped start to stop what it started, and for its last output to be read
 
 
 class SuiteSkipped(Exception):
@@ -35,6 +38,7 @@ class Side:
     """One source tree that is measured, and what its starts printed."""
 
     tree: Path
+    versions: dict[str, str]
     runs: list[Run] = field(default_factory=list)
     missed: bool = False
 
@@ -54,7 +58,8 @@ def run_variant(
     ``load``: runnable processes over the minute before the first variant. What the command prints goes to
     stdout. Raises StoreError where a start fails, SuiteSkipped where there is nothing to measure with.
     """
-    sides = [Side(ROOT), *([Side(beside)] if beside is not None else [])]
+    # The versions are read before the first start: a commit during the starts is not what they ran.
+    sides = [Side(tree, versions(tree)) for tree in (ROOT, beside) if tree is not None]
     began = datetime.now(UTC)
     for number in range(starts):
         for side in sides if number % 2 == 0 else reversed(sides):
@@ -78,7 +83,7 @@ def run_variant(
             machine=machine,
             parameters=parameters,
             device=device_of(parameters.get("device", suite.device)),
-            versions=versions(side.tree),
+            versions=side.versions,
             load_before=round(load, 2),
             better=suite.better(sorted(figure_names)),
             session=session if beside is not None else "",
@@ -88,24 +93,37 @@ def run_variant(
 
 
 def start(suite: BenchSuite, arguments: Sequence[str], tree: Path) -> tuple[Run, bool]:
-    """Return the values of one start, and whether it missed an aim. Its output is passed on."""
+    """Return the values of one start, and whether it missed an aim. Its output is passed on.
+
+    Its process group has ended. Raises StoreError also for a start that exceeds the suite's time limit.
+    """
     command = [sys.executable, "-m", suite.module, *suite.arguments, *arguments]
     path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     lines: dict[str, str] = {}
-    with subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, errors="replace"
-    ) as process:
-        assert process.stdout is not None
-        timer = threading.Timer(suite.timeout_s, process.terminate)
-        timer.start()
-        try:
-            while line := process.stdout.readline(MAX_LINE):
-                sys.stdout.write(line)
-                sys.stdout.flush()
-                lines |= {mark: line for mark in (RESULT, SAMPLES) if line.startswith(mark)}
-        finally:
-            timer.cancel()
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    # A child of another session may keep the pipe open, so that only a thread can wait for its end.
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    try:
+        process.wait(suite.timeout_s)
+    except subprocess.TimeoutExpired:
+        raise StoreError(
+            f"{shlex.join(command[1:])} took more than {suite.timeout_s:g} s: nothing is recorded",
+            "its output is above",
+        ) from None
+    finally:
+        _end_group(process)
+        reader.join(END_S)
     if process.returncode == NOT_HERE:
         raise SuiteSkipped(f"{shlex.join(command[1:])} found nothing to measure with")
     if process.returncode not in (0, MISSED) or RESULT not in lines:
@@ -115,6 +133,25 @@ def start(suite: BenchSuite, arguments: Sequence[str], tree: Path) -> tuple[Run,
             "its output is above",
         )
     return values_of_lines(lines), process.returncode == MISSED
+
+
+def _pass_on(output: IO[str], lines: dict[str, str]) -> None:
+    """The output is on stdout, and its last RESULT and SAMPLES lines are in ``lines``."""
+    with output:
+        while line := output.readline(MAX_LINE):
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            lines |= {mark: line for mark in (RESULT, SAMPLES) if line.startswith(mark)}
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """The process and its group have ended."""
+    # SIGTERM ends Python without its `finally`, which stops the servers that have sessions of their own.
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
 
 
 def values_of_lines(lines: dict[str, str]) -> Run:

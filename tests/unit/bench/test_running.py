@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.results import print_result
-from bench.serving import aiperf_figures, guidellm_figures
+from bench.serving import Load, aiperf_figures, guidellm, guidellm_figures
 from bench.store.records import BenchStore, StoreError
-from bench.store.running import values_of_lines
+from bench.store.running import start, values_of_lines
+from bench.store.suites import BenchSuite
 
 ROOT = Path(__file__).parents[3]
 # A benchmark whose values grow with each start; ``{factor}`` is what a source tree changes.
@@ -25,6 +29,7 @@ count = pathlib.Path(os.environ["COUNT"])
 start = len(count.read_text()) if count.exists() else 0
 with count.open("a") as file:
     file.write("x")
+pathlib.Path(__file__).with_name("starts.txt").write_text(str(start))
 print("working")
 rates = [{factor} * (100 + start + n) for n in range(3)]
 print_result({{"rate": rates, "nested": {{"ms": 4.0 + start % 2}}}})
@@ -107,6 +112,11 @@ def test_a_suite_is_recorded_compared_and_plotted(tmp_path: Path) -> None:
     plotted, _ = bench("plot", "fake", "--out", "pictures", *store, path=at)
     assert "rate: 2 records, changes at: none" in plotted
     assert (at / "pictures" / "fake-rate.svg").read_text().startswith("<svg")
+    suites.write_text(SUITES.replace("[fake.parameters]", "arguments = ['more']"))
+    bench("run", "fake", "--suites", str(suites), "--record", "records", "--", "--size", "3", path=at)
+    (more,) = BenchStore(at / "records").records[2:]
+    assert more.parameters == records[1].parameters
+    assert "command: " in bench("compare", records[1].id, more.id, *store, path=at, status=2)[1]
 
 
 def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
@@ -114,6 +124,10 @@ def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
     suites = fake(tmp_path / "ours", factor=1.5)
     theirs = tmp_path / "theirs"
     fake(theirs)
+    (theirs / "starts.txt").write_text("")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", str(theirs)]
+        subprocess.run([*git, *words], check=True)
     (theirs / "bench").symlink_to(ROOT / "bench")
     bench(
         "run", "fake", "--suites", str(suites), "--record", "records", "--starts", "6",
@@ -121,6 +135,9 @@ def test_two_trees_take_turns_and_are_compared_in_pairs(tmp_path: Path) -> None:
     )  # fmt: skip
     other, ours = BenchStore(suites.parent / "records").records
     assert ours.session == other.session != ""
+    assert re.fullmatch(
+        "[0-9a-f]{12}", other.versions["fairway"]
+    )  # the starts changed a file after it was read
     # One count for both: ours first, theirs twice, ours twice.
     assert [run["nested.ms"] for run in ours.runs[:3]] == [[4.0], [5.0], [4.0]]
     found = json.loads(bench("compare", "fake", "--store", "records", "-o", "json", path=suites.parent)[0])
@@ -140,6 +157,32 @@ def test_failures_are_named_and_leave_no_record(tmp_path: Path) -> None:
     bench(*run, path=suites.parent, status=1)
     (record,) = BenchStore(suites.parent / "records").records
     assert "missed" in record.note
+
+
+HANGING = """
+import subprocess, sys, time
+print("RESULT {}", flush=True)
+trapped = ["sh", "-c", "trap '' INT TERM; echo $$ > $0; sleep 60", sys.argv[1]]
+outside = subprocess.Popen(["sh", "-c", "echo $$ > $0; exec sleep 60", sys.argv[2]], start_new_session=True)
+subprocess.Popen(trapped)
+time.sleep(60)
+"""
+
+
+def test_a_start_ends_at_its_time_limit_with_its_children(tmp_path: Path) -> None:
+    """One child ignores signals, one has a session of its own, and both keep the output open."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    began_s = time.monotonic()
+    with pytest.raises(StoreError, match="took more than 3 s"):
+        start(BenchSuite(module="hanging", timeout_s=3), [str(inside), str(outside)], tmp_path)
+    assert time.monotonic() - began_s < 30.0
+    os.kill(int(outside.read_text()), signal.SIGKILL)
+    command = Path("/proc", inside.read_text().strip(), "cmdline")
+    deadline_s = time.monotonic() + 10.0
+    while command.exists() and command.read_bytes():  # a zombie's is empty
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_a_fresh_user_learns_what_to_do(tmp_path: Path) -> None:
@@ -188,6 +231,33 @@ def test_figures_of_public_load_generators() -> None:
     metrics["request_totals"]["errored"] = 1
     with pytest.raises(SystemExit, match="guidellm"):
         guidellm_figures({"benchmarks": [{"metrics": metrics}]}, 8)
+
+
+GUIDELLM = """
+import json, pathlib, sys
+given = dict(zip(sys.argv[3::2], sys.argv[4::2]))
+seed = float(given["--seed"].removeprefix("kind=static,value="))
+quantiles = {"successful": {"percentiles": {"p50": seed, "p95": seed}}}
+metrics = {
+    "request_totals": {"successful": 8, "errored": 0},
+    "time_to_first_token_ms": quantiles,
+    "inter_token_latency_ms": quantiles,
+    "output_tokens_per_second": {"successful": {"mean": 9.0}},
+}
+report = {"benchmarks": [{"metrics": metrics}]}
+pathlib.Path(given["--output"].removeprefix("kind=json,path=")).write_text(json.dumps(report))
+"""
+
+
+def test_each_round_of_guidellm_has_prompts_of_its_own(tmp_path: Path) -> None:
+    """Equal seeds are equal prompts, which the round before has left in the prefix cache."""
+    path = tmp_path / "bin" / "guidellm"
+    path.parent.mkdir()
+    path.write_text(f"#!{sys.executable}{GUIDELLM}")
+    path.chmod(0o755)
+    load = Load("http://127.0.0.1:1", "key", "tiny", tmp_path, 1, 4, 4, 8)
+    seeds = [guidellm(load, tmp_path, tmp_path, seed)["ttft_p50_ms"] for seed in (1, 2)]
+    assert seeds == [1.0, 2.0]
 
 
 def test_an_absent_load_generator_is_skipped_by_name(tmp_path: Path) -> None:
