@@ -311,7 +311,8 @@ async def _renewed(parts: ConsoleParts, found: SignIn) -> bool:
 def _to_sign_in(request: Request, why: str = "") -> Response:
     if request.headers.get("x-part"):
         return Response(status_code=401)  # The open page reloads itself.
-    query = {"to": request.url.path} if request.method == "GET" and request.url.path != "/" else {}
+    path = request.scope["path"]  # A URL would include the Host header, which may be invalid.
+    query = {"to": path} if request.method == "GET" and path != "/" else {}
     if why:
         query["why"] = why
     return RedirectResponse("/sign-in" + (f"?{urlencode(query)}" if query else ""), 303)
@@ -489,11 +490,15 @@ class _Lines(StreamingResponse):
 
 
 def _check_origin(parts: ConsoleParts, request: Request) -> None:
-    """Return for a POST of a page of this host. Raises PermissionDenied."""
+    """Return for a POST of a page of this host. Raises PermissionDenied, InvalidInput."""
     origin = request.headers.get("origin")
     site = request.headers.get("sec-fetch-site", "same-origin")
     own = urlsplit(parts.url).netloc, request.headers.get("host", "")
-    if site != "same-origin" or (origin is not None and urlsplit(origin).netloc not in own):
+    try:
+        is_own = site == "same-origin" and (origin is None or urlsplit(origin).netloc in own)
+    except ValueError:
+        raise InvalidInput("the Origin header is no URL") from None
+    if not is_own:
         raise PermissionDenied("the form was sent from another site")
 
 

@@ -116,9 +116,10 @@ def _message(given: Any) -> inference.ChatMessage:
         raise InvalidInput(f"messages: each is an object with a role, one of {', '.join(_ROLES)}")
     found = inference.ChatMessage(role=given["role"], content=str(given.get("content") or ""))
     found.tool_call_id = str(given.get("tool_call_id") or "")
-    for call in given.get("tool_calls") or ():
-        if not isinstance(call, dict):
-            raise InvalidInput("messages: each of tool_calls is an object with id, name and arguments")
+    calls = given.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise InvalidInput("messages: tool_calls is an array of objects with id, name and arguments")
+    for call in calls:
         id_, name, arguments = (str(call.get(each) or "") for each in ("id", "name", "arguments"))
         found.tool_calls.append(inference.ToolCall(id=id_, name=name, arguments=arguments))
     return found
@@ -144,6 +145,7 @@ def _json(form: Mapping[str, str], name: str, kind: type) -> Any:
         return None
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # Lone surrogates cannot be sent.
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{name} is no JSON: {error}") from None
     if not isinstance(found, kind):

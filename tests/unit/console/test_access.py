@@ -128,6 +128,16 @@ def test_a_form_of_another_site_changes_nothing(browser: Browser, headers: dict[
     assert browser.api.calls == []
 
 
+def test_an_origin_that_is_no_url_is_refused_with_a_text(browser: Browser) -> None:
+    headers = {"origin": "http://["}
+    answer = browser.http.post("/sign-in", data={"key": "admin"}, headers=headers)
+    assert (answer.status_code, "the Origin header is no URL" in answer.text) == (400, True)
+    browser.sign_in("admin")
+    assert browser.post("/change/abort", headers=headers, name="acme").status_code == 400
+    assert browser.other().get("/events", host="[:.:]").headers["location"] == "/sign-in?to=%2Fevents"
+    assert browser.api.calls == []
+
+
 def test_what_reads_changes_nothing(browser: Browser) -> None:
     browser.sign_in("admin")
     for change in CHANGES:
