@@ -25,6 +25,7 @@ DIAGNOSE_S: Final = 60.0
 RUN_S: Final = 300.0
 MAX_RECENT_BYTES: Final = 32 * 1024**2
 MAX_ANSWER_BYTES: Final = 1024**2
+_ENTRY_BYTES: Final = 1024  # memory of an entry without its content, rounded up
 _SERVICE: Final = cp.DESCRIPTOR.services_by_name["ControlPlaneService"]
 _ACCESS: Final = access_table([_SERVICE])
 
@@ -94,6 +95,7 @@ class ReadAnswer:
     message: Any = None
     age_s: float = 0.0
     problem: FairwayError | None = None
+    is_cut: bool = False  # whether there are more items than the console lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class RecentAnswers:
 
     def _keep(self, key: tuple[str, str, bytes], message: Message) -> None:
         self._drop(key)
-        size_bytes = message.ByteSize() + len(key[2])
+        size_bytes = message.ByteSize() + len(key[2]) + _ENTRY_BYTES
         if size_bytes > MAX_ANSWER_BYTES:
             return
         self._recent[key] = _Recent(message, size_bytes, self._clock.monotonic_s())

@@ -55,7 +55,9 @@ class Visit:
                 break
             token = found.message.next_page_token
             found = await self.read(method, page_size=1000, page_token=token)
-        return ReadAnswer(items if found.message is not None else None, found.age_s, found.problem)
+        if found.message is None:
+            return found
+        return ReadAnswer(items, found.age_s, found.problem, bool(found.message.next_page_token))
 
     def pages(self) -> dict[str, Any]:
         return {"page_size": PAGE_SIZE, "page_token": self.query.get("page", "")[:256]}
@@ -112,6 +114,7 @@ async def fleet(visit: Visit) -> Page:
         "nodes": nodes,
         "deployments": deployments,
         "queues": queues,
+        "workers": workers,
         "health": health,
         "queued": sum(pool.queued for pool in pools),
         "running": sum(pool.running for pool in pools),
@@ -259,7 +262,7 @@ async def tenants(visit: Visit) -> Page:
     of_tenant: defaultdict[str, list[cp.Budget]] = defaultdict(list)
     for budget in budgets.message or ():
         of_tenant[budget.tenant].append(budget)
-    values = {"answer": answer, "budgets": of_tenant, "next": visit.following(answer)}
+    values = {"answer": answer, "budgets": budgets, "of_tenant": of_tenant, "next": visit.following(answer)}
     return Page("tenants.html", "Tenants", values)
 
 

@@ -35,7 +35,7 @@
     const chart = new uPlot(options(box, read().map((each) => each.dataset.gauge), {}), data, box);
     const add = () => {
       const found = read();
-      if (found.some((each) => each.textContent === "?")) return;
+      if (found.some((each) => each.textContent === "unknown")) return;
       data[0].push(Date.now() / 1000);
       found.forEach((each, index) => data[index + 1].push(Number(each.dataset.value)));
       if (data[0].length > MAX_POINTS) data.forEach((each) => each.shift());

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from console import calls, pages
 from console.changes import CHANGES
 from console.pages import PAGES, Visit, fleet
 from fairway.v1 import controlplane_pb2 as cp
@@ -60,6 +61,12 @@ def checked(text: str) -> Checked:
     assert found.open == []
     assert len(found.ids) == len(set(found.ids))
     return found
+
+
+def cells(text: str) -> list[str]:
+    """Return the text of each tile and each cell of a table."""
+    found = re.findall(r"<(?:dd|td)\b[^>]*>(.*?)</(?:dd|td)>", text, re.DOTALL)
+    return [" ".join(re.sub("<[^>]*>", "", each).split()) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,58 @@ def test_what_was_never_seen_is_unknown(browser: Browser) -> None:
         assert answer.status_code == 200
         if path != "/playground":
             assert "unknown" in answer.text, path
+        assert set(cells(answer.text)) <= {"unknown"}, path
         checked(answer.text)
+    assert len(cells(browser.get("/").text)) == 6
+
+
+def test_what_one_read_did_not_answer_is_unknown_beside_the_rest(browser: Browser) -> None:
+    browser.api.fill("acme")
+    browser.sign_in("admin")
+    assert "unknown" not in browser.get("/").text
+    for path, method, what, cell in (
+        ("/", "ListWorkers", "Health of workers", "0 of 0"),
+        ("/", "ListNodes", "Nodes", "0 of 0"),
+        ("/tenants", "ListBudgets", "Budgets", "none"),
+    ):
+        browser.sign_in("admin")
+        browser.api.answers[method] = StoreUnavailable("it does not answer")
+        page = browser.get(path).text
+        assert f"{what}: unknown." in page
+        assert cell not in cells(page)
+        assert ("unknown" in cells(page)) == (method != "ListWorkers")
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_a_list_that_is_cut_is_not_complete(
+    browser: Browser, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "MAX_LISTED", most)
+    keys, budgets = cp.ListKeysResponse(), cp.ListBudgetsResponse()
+    for number in range(2):
+        keys.keys.add(tenant="other").metadata.name = f"other.{number}"
+        budgets.budgets.add(tenant="other").metadata.name = f"other.{number}"
+    keys.next_page_token = budgets.next_page_token = "next"
+    whole = cp.ListKeysResponse(keys=keys.keys), cp.ListBudgetsResponse(budgets=budgets.budgets)
+    answer_at_once = browser.api.call
+
+    async def call(credential: str, method: str, request: Any) -> Any:
+        if method in ("ListKeys", "ListBudgets"):
+            first = keys, budgets
+            return (whole if request.page_token else first)[method == "ListBudgets"]
+        return await answer_at_once(credential, method, request)
+
+    browser.api.call = call  # type: ignore[method-assign]
+    browser.api.answers["ListTenants"] = cp.ListTenantsResponse()
+    browser.api.answers["ListTenants"].tenants.add().metadata.name = "acme"  # type: ignore[union-attr]
+    browser.sign_in("admin")
+    page, listed = browser.get("/tenants/acme").text, browser.get("/tenants").text
+    is_cut = most == 1
+    for what in ("It has no key.", "It has no budget."):
+        assert (what in page) == (not is_cut)
+    for what in ("Keys", "Budgets"):
+        assert (f"{what}: not all are listed." in page) == is_cut
+    assert cells(listed)[-1] == ("unknown" if is_cut else "none")
 
 
 def test_another_person_is_shown_nothing_of_what_the_first_saw(browser: Browser) -> None:
@@ -191,6 +249,15 @@ def test_recent_answers_are_bounded(browser: Browser) -> None:
     for number in range(60):
         browser.get(f"/?page={number}")
         browser.parts.recent.check_integrity()
+
+
+def test_empty_answers_are_bounded_too(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_RECENT_BYTES", 32 * 1024)
+    browser.sign_in("admin")
+    for number in range(40):
+        browser.get(f"/rollouts?page={number}")
+    assert 16 < len(browser.parts.recent._recent) <= 32
+    browser.parts.recent.check_integrity()
 
 
 def test_a_change_is_sent_once_and_reported_on_the_next_page(browser: Browser) -> None:
