@@ -47,6 +47,7 @@ log = structlog.get_logger()
 MAX_FORM_BYTES: Final = 512 * 1024
 MAX_FIELDS: Final = 64
 MAX_CREDENTIAL_CHARS: Final = 8192
+MAX_CHECKS: Final = 8  # credentials of strangers that are checked at once
 FORM_S: Final = 20.0
 _RENEW_S: Final = 60.0  # time before a token's end at which it is renewed
 _BACK_S: Final = 600  # lifetime of the cookie that a provider's answer needs
@@ -78,12 +79,14 @@ class ConsoleParts:
     recent: RecentAnswers = field(init=False)
     sign_ins: SignIns = field(init=False)
     attempts: SignInAttempts = field(init=False)
+    checks: asyncio.Semaphore = field(init=False)
     view: View = field(init=False)
 
     def __post_init__(self) -> None:
         self.recent = RecentAnswers(self.api, self.clock)
         self.sign_ins = SignIns(self.clock, self.new_secret, self.recent.forget)
         self.attempts = SignInAttempts(self.clock)
+        self.checks = asyncio.Semaphore(MAX_CHECKS)
         self.view = View(self.clock.unix_s)
 
     @property
@@ -344,26 +347,49 @@ async def _sign_in(parts: ConsoleParts, request: Request) -> Response:
         return _sign_in_form(parts, "/", error.message, http_status(error))
     to, credential = _local(form.get("to", "")), form.get("key", "").strip()
     try:
-        cookie = await _admitted(parts, request, credential)
+        cookie = await _admitted(parts, _source(parts, request), credential)
     except FairwayError as error:
-        response = _sign_in_form(parts, to, error.message, http_status(error))
-        if isinstance(error, OverQuota):
-            response.headers["retry-after"] = str(round(error.retry_after_s or 1))
-        return response
+        return _refused(parts, to, error)
     response = RedirectResponse(to, 303)
     _set_cookie(parts, response, cookie)
     return response
 
 
-async def _admitted(parts: ConsoleParts, request: Request, credential: str, refresh_token: str = "") -> str:
-    """Return the cookie's value of a new sign-in. Raises Unauthenticated, OverQuota or Unavailable."""
-    source = source_of((request.client.host,) if request.client else None)
+def _refused(parts: ConsoleParts, to: str, error: FairwayError) -> Response:
+    response = _sign_in_form(parts, to, error.message, http_status(error))
+    if isinstance(error, OverQuota):
+        response.headers["retry-after"] = str(round(error.retry_after_s or 1))
+    return response
+
+
+def _source(parts: ConsoleParts, request: Request) -> str:
+    """Return what is limited as one source; behind a proxy that ends TLS, the client that it appends."""
+    host = request.client.host if request.client else ""
+    if parts.is_secure and request.scope["scheme"] == "http":
+        named = request.headers.getlist("x-forwarded-for")
+        host = named[-1].rpartition(",")[2].strip()[:64] if named else host
+    return source_of((host,))
+
+
+def _count_attempt(parts: ConsoleParts, source: str) -> None:
+    """Count an attempt. Raises OverQuota for a source with too many."""
     if wait_s := parts.attempts.begin(source):
         log.warning("console.sign_ins_limited", source=source)
         text = f"too many attempts to sign in: try again in {max(1, round(wait_s))} s"
         raise OverQuota(text, retry_after_s=max(1.0, wait_s))
-    caller = await _caller_of(parts, credential)
-    parts.attempts.succeeded(source)
+
+
+async def _admitted(parts: ConsoleParts, source: str, credential: str, refresh_token: str = "") -> str:
+    """Return the cookie's value of a new sign-in. Raises Unauthenticated, OverQuota or Unavailable.
+
+    Failures alone are counted: those of others at the same proxy refuse no valid credential.
+    """
+    try:
+        async with parts.checks:
+            caller = await _caller_of(parts, credential)
+    except Unauthenticated:
+        _count_attempt(parts, source)
+        raise
     log.info("console.signed_in", who=caller.subject or caller.key, source=source)
     return parts.sign_ins.begin(credential, caller, refresh_token=refresh_token)
 
@@ -383,25 +409,20 @@ async def _begin_provider(parts: ConsoleParts, provider: WebProvider, request: R
         return _sign_in_form(parts, "/", error.message, http_status(error))
     response = RedirectResponse(url, 303)
     # The way back begins at the provider, so that a strict cookie would not arrive.
-    response.set_cookie(
-        "fairway-provider",
-        cookie,
-        max_age=_BACK_S,
-        path="/sign-in",
-        secure=parts.is_secure,
-        httponly=True,
-        samesite="lax",
-    )
+    rules: dict[str, Any] = {"path": "/sign-in", "secure": parts.is_secure, "httponly": True}
+    response.set_cookie("fairway-provider", cookie, max_age=_BACK_S, samesite="lax", **rules)
     return response
 
 
 async def _finish_provider(parts: ConsoleParts, provider: WebProvider, request: Request) -> Response:
     try:
-        cookie = request.cookies.get("fairway-provider", "")
+        cookie, source = request.cookies.get("fairway-provider", ""), _source(parts, request)
+        _count_attempt(parts, source)  # before the provider is called
         tokens: WebTokens = await provider.finish(dict(request.query_params), cookie)
-        value = await _admitted(parts, request, tokens.access_token, tokens.refresh_token)
+        value = await _admitted(parts, source, tokens.access_token, tokens.refresh_token)
+        parts.attempts.succeeded(source)
     except FairwayError as error:
-        return _sign_in_form(parts, "/", error.message, http_status(error))
+        return _refused(parts, "/", error)
     # A redirect in a chain from the provider would carry no strict cookie: the page moves on itself.
     response = _rendered(parts, None, "", Page("signed_in.html", "Signed in"))
     response.delete_cookie("fairway-provider", path="/sign-in")

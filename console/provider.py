@@ -6,19 +6,24 @@ who begin sign-ins fill no table here. The API verifies the tokens; the console 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlencode
 
 from fairway.http_json import FetchFailed, discovered, request_json
 from services.adapters.threads import in_thread
 from services.core.errors import Unauthenticated, Unavailable
+from services.ports.clock import Clock
 
 BACK_PATH: Final = "/sign-in/provider/back"
+METADATA_S: Final = 300.0  # time for which the provider's metadata is used
+RETRY_S: Final = 5.0  # time until it is read again after a failure
+MAX_REDEEMING: Final = 2  # codes that are redeemed at once, since strangers can make them up
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class WebTokens:
     lifetime_s: float = 300.0  # lifetime of the access token, assumed where the provider states none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WebProvider:
     """The provider as the client ``client_id``. Its calls raise Unavailable while it does not answer."""
 
@@ -37,6 +42,11 @@ class WebProvider:
     scope: str
     redirect_uri: str
     new_secret: Callable[[], str]
+    clock: Clock
+    _metadata: dict[str, Any] | Unavailable = field(default_factory=dict)
+    _metadata_end_s: float = 0.0
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _redeeming: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_REDEEMING))
 
     async def begin(self) -> tuple[str, str]:
         """Return the address to send the browser to, and the value of its cookie for the way back."""
@@ -61,14 +71,9 @@ class WebProvider:
             raise Unauthenticated("this sign-in was not begun in this browser, or long ago: begin again")
         if "code" not in query:
             raise Unauthenticated(f"the provider refused the sign-in: {query.get('error', 'no code')[:200]}")
-        return await self._tokens(
-            {
-                "grant_type": "authorization_code",
-                "code": query["code"],
-                "redirect_uri": self.redirect_uri,
-                "code_verifier": verifier,
-            }
-        )
+        form = {"grant_type": "authorization_code", "code": query["code"], "code_verifier": verifier}
+        async with self._redeeming:
+            return await self._tokens({**form, "redirect_uri": self.redirect_uri})
 
     async def renew(self, refresh_token: str) -> WebTokens:
         """Return new tokens. Raises Unauthenticated where the provider has ended the login."""
@@ -88,7 +93,17 @@ class WebProvider:
         return replace(found, lifetime_s=float(stated_s)) if isinstance(stated_s, int | float) else found
 
     async def _endpoint(self, name: str) -> str:
-        found = await _fetched(discovered, self.issuer)
+        async with self._reading:
+            if self.clock.monotonic_s() >= self._metadata_end_s:
+                try:
+                    self._metadata = await _fetched(discovered, self.issuer)
+                except Unavailable as error:
+                    self._metadata = error
+                lasts_s = RETRY_S if isinstance(self._metadata, Unavailable) else METADATA_S
+                self._metadata_end_s = self.clock.monotonic_s() + lasts_s
+        found = self._metadata
+        if isinstance(found, Unavailable):
+            raise Unavailable(found.message)
         if not isinstance(found.get(name), str):
             raise Unavailable(f"the provider has no {name}: enable the authorization code flow there")
         return str(found[name])

@@ -72,13 +72,7 @@ class SignIns:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(
-        self,
-        credential: str,
-        caller: cp.GetCallerResponse,
-        *,
-        refresh_token: str = "",
-    ) -> str:
+    def begin(self, credential: str, caller: cp.GetCallerResponse, *, refresh_token: str = "") -> str:
         """Return the value of the cookie of a new sign-in. The longest unused one is ended for room."""
         mine = [name for name, each in self._open.items() if each.caller.key == caller.key]
         for name in mine[: max(0, len(mine) - MAX_OF_CALLER + 1)]:
@@ -88,14 +82,7 @@ class SignIns:
         cookie, now_s = self._new_secret(), self._clock.monotonic_s()
         name = _hashed(cookie)
         self._open[name] = SignIn(
-            name,
-            caller,
-            credential,
-            self._new_secret(),
-            now_s,
-            now_s,
-            end_of(caller),
-            refresh_token,
+            name, caller, credential, self._new_secret(), now_s, now_s, end_of(caller), refresh_token
         )
         return cookie
 

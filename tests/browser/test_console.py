@@ -125,7 +125,8 @@ def _denied(role: str, path: str) -> int:
 
 POST = """async ([name, csrf]) => {
   const body = new URLSearchParams({name, csrf});
-  return (await fetch("/change/abort", {method: "POST", body})).status;
+  const answer = await fetch("/change/abort", {method: "POST", body});
+  return [answer.status, answer.redirected, (await answer.text()).includes("(PERMISSION_DENIED)")];
 }"""
 
 
@@ -138,7 +139,7 @@ def test_a_viewer_has_no_buttons_and_its_forms_are_refused(
         viewer.goto(path)
         assert page.locator('form[action^="/change/"]').count() == 0
     token = page.locator('input[name="csrf"]').first.get_attribute("value") or ""
-    page.evaluate(POST, [rollout, token])
+    assert page.evaluate(POST, [rollout, token]) == [200, True, True], "the next page reports the refusal"
     found = on_admin(console, lambda admin: admin.rollouts.get(rollout))
     assert found.phase in (cp.ROLLOUT_PHASE_LOADING, cp.ROLLOUT_PHASE_RUNNING)
     viewer.check()

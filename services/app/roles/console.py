@@ -102,6 +102,5 @@ def _provider(environment: Environment, url: str) -> WebProvider | None:
         return None
     if url.endswith(":0"):
         raise ConfigError("console_client_id of FAIRWAY_OIDC_FILE needs FAIRWAY_CONSOLE_URL or a fixed port")
-    return WebProvider(
-        found.issuer, found.console_client_id, found.console_scope, url + BACK_PATH, token_urlsafe
-    )
+    back, clock = url + BACK_PATH, environment.clock
+    return WebProvider(found.issuer, found.console_client_id, found.console_scope, back, token_urlsafe, clock)

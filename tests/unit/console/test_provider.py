@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from joserfc import jwt
 
-from console.provider import BACK_PATH, WebProvider
+from console import sign_ins
+from console.provider import BACK_PATH, MAX_REDEEMING, METADATA_S, RETRY_S, WebProvider
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import FairwayError, PermissionDenied, StoreUnavailable, Unauthenticated
 from tests.support.clocks import HandClock
@@ -46,7 +48,7 @@ def person(provider: OidcProvider) -> Browser:
     clock = HandClock(1_800_000_000.0)
     numbers = iter(range(1000))
     client = WebProvider(
-        provider.issuer, "console", "openid", URL + BACK_PATH, lambda: f"random-{next(numbers)}"
+        provider.issuer, "console", "openid", URL + BACK_PATH, lambda: f"random-{next(numbers)}", clock
     )
     return Browser(TokenApi(provider, clock), clock, client)
 
@@ -110,6 +112,48 @@ def test_a_provider_that_is_away_is_said(person: Browser, provider: OidcProvider
     answer = person.get("/sign-in/provider")
     assert answer.status_code == 503
     assert "provider" in answer.text
+
+
+def test_strangers_flood_no_provider(person: Browser, provider: OidcProvider) -> None:
+    for _ in range(30):
+        begun(person)
+    assert len(provider.requests) == 1, "its metadata is kept"
+    stranger = person.other()
+    stranger.http.cookies.set("fairway-provider", "made.up", path="/sign-in")
+    answers = [stranger.get(f"{BACK_PATH}?state=made&code=x") for _ in range(30)]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert len(refused) == 30 - sign_ins.ATTEMPTS
+    assert int(refused[0].headers["retry-after"]) > 0
+    assert provider.requests.count("/token") == sign_ins.ATTEMPTS
+    person.clock.now_s += METADATA_S
+    provider.down = True
+    assert [person.get("/sign-in/provider").status_code for _ in range(5)] == [503] * 5
+    assert len(provider.requests) == 1 + sign_ins.ATTEMPTS + 1, "nor is one that is away tried for each"
+    provider.down = False
+    person.clock.now_s += RETRY_S
+    begun(person)
+
+
+async def test_calls_of_the_provider_at_once_are_bounded(
+    person: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = dict.fromkeys(("discovered", "request_json"), 0), dict[str, int]()
+
+    async def fetched(fetch: Any, *arguments: Any) -> Any:
+        name = fetch.__name__
+        running[name] += 1
+        most[name] = max(most.get(name, 0), running[name])
+        await asyncio.sleep(0.001)
+        running[name] -= 1
+        answer = {"authorization_endpoint": "a", "token_endpoint": "t", "access_token": "token"}
+        return answer if name == "discovered" else (200, answer)
+
+    monkeypatch.setattr("console.provider._fetched", fetched)
+    client = person.parts.provider
+    assert client is not None
+    await asyncio.gather(*(client.begin() for _ in range(9)))
+    await asyncio.gather(*(client.finish({"state": "made", "code": "x"}, "made.up") for _ in range(9)))
+    assert most == {"discovered": 1, "request_json": MAX_REDEEMING}
 
 
 def test_without_a_provider_there_is_no_such_sign_in(browser: Browser) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+from google.protobuf.message import Message
+from starlette.testclient import TestClient
 
 from console import sign_ins
+from console.app import MAX_CHECKS, _admitted
 from console.sign_ins import SignInAttempts
 from fairway.v1 import controlplane_pb2 as cp
 from services.core.errors import StoreUnavailable
 from tests.support.clocks import HandClock
-from tests.support.console import Browser
+from tests.support.console import URL, Browser, FilledApi
 
 
 def test_a_key_signs_in_and_leads_to_the_wanted_page(browser: Browser) -> None:
@@ -102,12 +107,42 @@ def test_all_sign_ins_are_bounded(browser: Browser) -> None:
 def test_attempts_are_bounded_and_come_back(browser: Browser) -> None:
     for _ in range(sign_ins.ATTEMPTS):
         assert browser.sign_in("wrong").status_code == 401
-    refused = browser.sign_in("admin")
+    refused = browser.sign_in("wrong")
     assert refused.status_code == 429
     assert 0 < int(refused.headers["retry-after"]) <= sign_ins.REFILL_S
+    for _ in range(2):
+        assert browser.other().sign_in("admin").status_code == 303, "others at the proxy are not locked out"
     browser.clock.now_s += sign_ins.REFILL_S
-    assert browser.sign_in("admin").status_code == 303
-    assert browser.sign_in("admin").status_code == 303, "a success costs nothing"
+    assert [browser.sign_in("wrong").status_code for _ in range(2)] == [401, 429]
+
+
+async def test_keys_that_are_checked_at_once_are_bounded(browser: Browser) -> None:
+    running, most = 0, 0
+
+    async def call(credential: str, method: str, request: Message) -> cp.GetCallerResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return browser.api.caller(credential)
+
+    browser.api.call = call  # type: ignore[method-assign]
+    found = await asyncio.gather(*(_admitted(browser.parts, "source", "admin") for _ in range(30)))
+    assert (len(set(found)), most) == (30, MAX_CHECKS)
+
+
+@pytest.mark.parametrize(("url", "third"), [("https://console.example", 401), (URL, 429)])
+def test_a_proxy_that_ends_tls_names_the_source(url: str, third: int) -> None:
+    console = Browser(FilledApi(), HandClock(), url=url)
+    proxy = TestClient(console.http.app, base_url=url.replace("https", "http"))
+
+    def status(forwarded: str) -> int:
+        return proxy.post("/sign-in", data={"key": "x"}, headers={"x-forwarded-for": forwarded}).status_code
+
+    found = [status(f"10.0.0.{number}, 192.0.2.1") for number in range(sign_ins.ATTEMPTS + 1)]
+    assert found == [401] * sign_ins.ATTEMPTS + [429], "what the client wrote does not count"
+    assert status("10.0.0.1, 192.0.2.2") == third
 
 
 def test_attempts_of_many_sources_are_bounded_together() -> None:
