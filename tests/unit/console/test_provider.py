@@ -114,6 +114,11 @@ def test_a_provider_that_is_away_is_said(person: Browser, provider: OidcProvider
     assert "provider" in answer.text
 
 
+def test_a_sign_in_by_the_provider_costs_no_attempt(person: Browser, provider: OidcProvider) -> None:
+    for _ in range(sign_ins.ATTEMPTS + 1):
+        assert person.get(provider.consent(begun(person)).removeprefix(URL)).status_code == 200
+
+
 def test_strangers_flood_no_provider(person: Browser, provider: OidcProvider) -> None:
     for _ in range(30):
         begun(person)
