@@ -214,10 +214,10 @@ class StepRecorder:
             start, at = start + most - at, 0
         self._words[at : at + size] = words
         self._written = start + size
+        self._drop()
         place = self._count % self._max_steps * _HEAD.size
         _HEAD.pack_into(self._heads, place, *times_s, start, *counts, len(handles), len(pairs), engine)
         self._count += 1
-        self._drop()
 
     def add_sequence(self, sequence: RecordedSequence) -> None:
         key = sequence.engine, sequence.number
@@ -237,9 +237,11 @@ class StepRecorder:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        """Count out the steps that the newest one overwrote."""
-        oldest, words = self._count - self._max_steps + 1, self._written - self._max_words
-        while self._first < oldest or (words > 0 and self._head(self._first).start < words):
+        """Count out the steps that the next one overwrites, while their heads can be read."""
+        oldest, words = self._count - self._max_steps + 2, self._written - self._max_words
+        while self._first <= self._count:
+            if self._first >= oldest and self._head(self._first).start >= words:
+                break
             self._since_s = self._end_of(self._first)
             self._first += 1
 

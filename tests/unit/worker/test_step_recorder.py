@@ -131,6 +131,18 @@ def test_the_ring_holds_the_newest_steps_whole(seed: int) -> None:
     assert counts == {"recorded": len(written), "overwritten": len(written) - found.recorder.held_steps}
 
 
+@pytest.mark.parametrize("bounds", [{"max_steps": 4}, {"max_words": 4}])
+def test_a_recorder_reaches_back_to_the_end_of_the_last_step_that_is_lost(bounds: dict[str, int]) -> None:
+    """Small steps fill the ring of heads first: the newest head takes the place of the one that is lost."""
+    found = Recorded(**bounds)
+    for number in range(1, 11):
+        found.step([1])
+        lost_s = 0.01 * max(0, number - 4)
+        assert found.recorder.read().since_unix_us == round((100.0 + lost_s + 1e9) * 1e6)
+        assert found.recorder.held_steps == min(number, 4)
+        found.recorder.check_integrity()
+
+
 def _counts(metrics: Metrics, name: str) -> dict[str, float]:
     (family,) = (one for one in metrics.collect() if one.name == name)
     return {sample.labels["which"]: sample.value for sample in family.samples}
