@@ -79,6 +79,7 @@ class Diagnoses:
             own = [one for one in found.requests if request.tenant in ("", one.tenant)]
             baseline, problem = await self._baseline(request, replace(found, requests=own), usual_s)
             notes = [*([chosen] if chosen else []), *self._samples.notes(baseline.begin_s, end_s)]
+            notes += self._samples.missing(baseline, found)
             diagnosis = await in_thread(_diagnosed, request, metric, level, baseline, found)
         if problem:
             differs = DiagnosisVerdict.BASELINE_DIFFERS

@@ -123,6 +123,7 @@ class SampleStore:
         self._devices: tuple[str, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._lost: deque[tuple[float, int]] = deque(maxlen=1024)
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=64)  # what an earlier leader had not stored
         self._stored_minute = self._stored_hour = 0
 
     @property
@@ -212,6 +213,13 @@ class SampleStore:
                 )
         return tuple(found)
 
+    def missing(self, *times: Found) -> tuple[str, ...]:
+        """Return a note if an earlier leader may have had samples of these times that it did not store."""
+        lasted_s = (min(end, at.end_s) - max(begin, at.begin_s) for begin, end in self._gaps for at in times)
+        if (most_s := max(lasted_s, default=0.0)) <= 0:
+            return ()
+        return (f"the leader changed: requests of {most_s:.0f} s of this time may be missing in the samples",)
+
     # --- stored objects --------------------------------------------------------------------------
 
     async def load(self) -> None:
@@ -224,10 +232,7 @@ class SampleStore:
         oldest = max(int((now_s - KEPT_S) // MINUTE_S), self._stored_minute)
         known = {_id_of(data) for data in self._kept()}
         for name in await self._store.names(_MINUTES, after=_minute(oldest)):
-            try:
-                found = await self._read(name)
-            except (IntegrityError, NotFound) as error:
-                log.error("samples.minute_skipped", name=name, error=error.message)
+            if (found := await self._readable(name)) is None:
                 continue
             moments = {one.unix_s: one for one in chain(self._moments, found.moments)}
             self._moments.clear()
@@ -237,6 +242,8 @@ class SampleStore:
                 if request.request_id.encode() not in known:
                     self._put(request, 0.0, now_s)
             self._stored_minute = max(self._stored_minute, int(name.rpartition("-")[2]))
+        if self._stored_minute:  # gateways forget reports before the samples of their minute are stored
+            self._gaps.append(((self._stored_minute + 1) * MINUTE_S, now_s))
 
     async def store(self) -> None:
         """Store the minutes and hours that have passed. Raises StoreUnavailable."""
@@ -286,7 +293,7 @@ class SampleStore:
         stored = [int(one.rpartition("-")[2]) for one in await self._store.names(_HOURS)]
         earlier = [number for number in stored if number < hour]
         chosen = [number for number in earlier if (hour - number) % 24 == 0][-3:] or earlier[-3:]
-        parts = [await self._read(_hour(number)) for number in chosen]
+        parts = [part for number in chosen if (part := await self._readable(_hour(number)))]
         if not parts:
             return None
         return Found(
@@ -358,6 +365,14 @@ class SampleStore:
 
     async def _read(self, name: str) -> Found:
         return await in_thread(_found_from, await self._store.read(name))
+
+    async def _readable(self, name: str) -> Found | None:
+        """Return stored samples; None, with a line in the log, where they are damaged or pruned."""
+        try:
+            return await self._read(name)
+        except (IntegrityError, NotFound) as error:
+            log.error("samples.skipped", name=name, error=error.message)
+            return None
 
     async def _prune(self, minute: int, hour: int) -> None:
         minutes, hours = await self._store.names(_MINUTES), await self._store.names(_HOURS)

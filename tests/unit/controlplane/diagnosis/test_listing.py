@@ -235,6 +235,16 @@ async def test_lost_reports_are_noted() -> None:
     assert any(note.startswith("4 reports of gateways are lost") for note in found.notes)
 
 
+async def test_an_answer_says_what_an_earlier_leader_had_not_stored() -> None:
+    earlier = Plane().fill((World(), 0.0, 60.0))
+    await earlier.samples.store()
+    later = Plane(earlier.ledger)
+    await later.samples.load()
+    later.fill((SLOW_STORE, 60.0, 38.0))
+    found = await later.ask(start_time=timestamp(T0 + 60))
+    assert any(note.startswith("the leader changed: requests of 40 s") for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from services.adapters.ledger_stores import FolderLedger
 from services.controlplane.diagnosis import store as limits
-from services.controlplane.diagnosis.store import SampleStore
+from services.controlplane.diagnosis.store import Found, SampleStore
 from services.controlplane.usage.log import KEEP_S, UsageLog
 from services.controlplane.usage.policy.book import LedgerBook
 from services.controlplane.usage.policy.lines import Amounts, Line
@@ -183,6 +183,26 @@ async def test_a_new_leader_has_the_minutes_of_the_one_before(kind: str, tmp_pat
     assert first.find(last_s, clock.now_s + 1) == unstored
 
 
+async def test_what_a_leader_had_not_stored_is_said() -> None:
+    ledger, clock = MemoryLedger(), HandClock(NOW_S)
+    first = SampleStore(ledger, clock)
+    await first.load()
+    assert first.missing(Found(0, NOW_S)) == (), "nothing was stored before"
+    for number in range(130):
+        clock.now_s += 1.0
+        first.add("one", [report(clock.now_s, request(number, clock.now_s))], lost=0)
+    await first.store()
+    second = SampleStore(ledger, clock)
+    clock.now_s += 5.0
+    await second.load()
+    last_s = (clock.now_s - limits.BUCKET_S) // 60 * 60
+    lost_s = clock.now_s - last_s
+    (note,) = second.missing(Found(0, last_s), Found(last_s, clock.now_s + 30))
+    assert note.startswith(f"the leader changed: requests of {lost_s:.0f} s of this time may be missing")
+    assert second.missing(Found(0, last_s), Found(clock.now_s, clock.now_s + 30)) == ()
+    assert first.missing(Found(0, clock.now_s)) == ()
+
+
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 async def test_a_saved_baseline_is_replaced_by_one_of_its_name(kind: str, tmp_path: Path) -> None:
     ledger = MemoryLedger() if kind == "memory" else FolderLedger(tmp_path)
@@ -222,6 +242,9 @@ async def test_hours_are_stored_and_found_by_the_hour_of_the_day() -> None:
     assert ended == {hour - 24}
     assert len(await ledger.names("samples/minute-")) <= 70
     assert await store.hours_before(0.0) is None
+    name = f"samples/hour-{hour - 24:016d}"
+    ledger.objects[name] = ledger.objects[name][:-5]
+    assert await store.hours_before(clock.now_s) is None, "the only hour of the day is damaged"
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder"])
