@@ -17,7 +17,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.audit_reads import AuditReader
-from services.controlplane.diagnosis.listing import for_tenant
+from services.controlplane.diagnosis.listing import told_tenant
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     alias_message,
@@ -356,8 +356,8 @@ class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are thos
             if request.tenant not in ("", tenant):
                 return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
             request.tenant = tenant
-        found = await self._diagnoses.diagnose(request, forwarded=not caller())
-        return for_tenant(found, tenant) if tenant else found
+        answer = self._diagnoses.diagnose(request, forwarded=not caller())
+        return await told_tenant(answer, tenant) if tenant else await answer
 
     async def SaveLatencyBaseline(
         self, request: pb.SaveLatencyBaselineRequest, context: Context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 
@@ -26,7 +26,7 @@ from services.controlplane.diagnosis.policy.diagnose import (
 from services.controlplane.diagnosis.policy.samples import Metric, samples_of
 from services.controlplane.diagnosis.policy.suspects import CauseKind
 from services.controlplane.diagnosis.store import Found, SampleStore, samples_message
-from services.core.errors import InvalidInput, NoLeader
+from services.core.errors import InvalidInput, NoLeader, NotFound
 from services.ports.clock import Clock
 from services.rpc.convert.inference import timestamp
 
@@ -37,10 +37,12 @@ LEAST_BASELINE_S: Final = 300.0  # the baseline before a window is three times a
 _TIMES: Final = 3.0
 _SUSPECTS: Final = 3  # depth of the steps that name suspects
 _OF_MODEL: Final = (CauseKind.CACHE_HITS_FELL, CauseKind.BUCKETS_FRAGMENTED, CauseKind.CAPACITY_LOST)
-_OF_TENANTS: Final = (
+# Their evidence has figures of their subject alone.
+_OF_ONE_TENANT: Final = (
     CauseKind.ARRIVALS_GREW, CauseKind.PROMPTS_GREW, CauseKind.OUTPUTS_GREW, CauseKind.CACHE_HITS_FELL,
-    CauseKind.NOISY_NEIGHBOUR,
+    CauseKind.READER_STALLED,
 )  # fmt: skip
+_OF_TENANTS: Final = (*_OF_ONE_TENANT, CauseKind.NOISY_NEIGHBOUR)
 
 
 class Diagnoses:
@@ -197,23 +199,37 @@ def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
     return message
 
 
+async def told_tenant(
+    answer: Awaitable[pb.DiagnoseLatencyResponse], tenant: str
+) -> pb.DiagnoseLatencyResponse:
+    """Return the answer as a tenant may read it. Raises NotFound, without the names of saved baselines."""
+    try:
+        return for_tenant(await answer, tenant)
+    except NotFound:
+        raise NotFound("no baseline of this name is saved") from None
+
+
 def for_tenant(answer: pb.DiagnoseLatencyResponse, tenant: str) -> pb.DiagnoseLatencyResponse:
-    """Return the answer as a tenant may read it: without samples and names of the fleet."""
-    answer.ClearField("window_samples")
-    answer.ClearField("baseline_samples")
-    answer.ClearField("notes")
+    """Return the answer as a tenant may read it: without samples, the fleet's names and others' figures."""
+    for name in ("window_samples", "baseline_samples", "notes", "step_prices"):
+        answer.ClearField(name)
     tree = [step for step in answer.tree if step.depth < _SUSPECTS]
     answer.ClearField("tree")
     answer.tree.extend(tree)
     for cause in answer.causes:
-        if cause.subject == tenant or (cause.subject == answer.model and cause.kind in _OF_MODEL):
+        of_model = cause.subject == answer.model and cause.kind in _OF_MODEL
+        is_own = cause.subject == tenant and cause.kind in _OF_TENANTS
+        if is_own and not of_model and cause.kind in _OF_ONE_TENANT:
             continue
-        cause.subject = "other tenants" if cause.kind in _OF_TENANTS else ""
+        if not (is_own or of_model):
+            cause.subject = "other tenants" if cause.kind in _OF_TENANTS else ""
         cause.next = "report it to the operator, with the times of the window"
         cause.ClearField("evidence")
     if answer.causes:
         first = answer.causes[0]
         answer.message = f"{first.kind} of {first.subject or 'the fleet'} explains most of the rise"
+    elif answer.verdict == DiagnosisVerdict.BASELINE_DIFFERS:
+        answer.message = "the baseline is of another fleet or of other traffic: name another one"
     return answer
 
 

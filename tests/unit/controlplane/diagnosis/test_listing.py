@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.controlplane.diagnosis.listing import Diagnoses, for_tenant
+from services.controlplane.diagnosis.listing import Diagnoses, for_tenant, told_tenant
 from services.controlplane.diagnosis.store import SampleStore
 from services.core.arms import SliReport
 from services.core.errors import InvalidInput, NoLeader, NotFound
@@ -128,7 +128,39 @@ def test_a_tenant_named_like_the_model_is_hidden_too() -> None:
         answer.causes.add(kind=kind, subject="chat", evidence=["2 replicas"], next="update chat")
     found = for_tenant(answer, "ann")
     assert named(found) == [("arrivals_grew", "other tenants"), ("capacity_lost", "chat")]
-    assert [list(one.evidence) for one in found.causes] == [[], ["2 replicas"]]
+    assert not any(one.evidence for one in found.causes)
+    for tenant in ("ann", "chat"):
+        answer = pb.DiagnoseLatencyResponse(model="chat")
+        answer.causes.add(kind="cache_hits_fell", subject="chat", evidence=["for all 7 tenants"])
+        assert "7" not in str(for_tenant(answer, tenant))
+
+
+def test_a_tenant_reads_evidence_of_its_own_figures_alone() -> None:
+    answer = pb.DiagnoseLatencyResponse(model="chat", step_prices=[0.01, 0.0, 0.0, 0.0])
+    for kind in ("reader_stalled", "noisy_neighbour", "preempted", "slow_worker"):
+        answer.causes.add(kind=kind, subject="standard", evidence=[kind])
+    answer.causes.add(kind="reader_stalled", subject="bob", evidence=["streams of bob"])
+    found = for_tenant(answer, "standard")
+    assert [(one.kind, one.subject, list(one.evidence)) for one in found.causes] == [
+        ("reader_stalled", "standard", ["reader_stalled"]),
+        ("noisy_neighbour", "standard", []),
+        ("preempted", "", []),
+        ("slow_worker", "", []),
+        ("reader_stalled", "other tenants", []),
+    ]
+    assert not found.step_prices
+
+
+async def test_a_tenant_reads_nothing_of_saved_baselines() -> None:
+    plane = Plane(device="h200").fill((World(), 0.0, 60.0))
+    await plane.diagnoses.save_baseline(pb.SaveLatencyBaselineRequest(name="secret"), forwarded=True)
+    later = Plane(plane.ledger).fill((SLOW_STORE, 60.0, 38.0))
+    found = await told_tenant(later.ask(baseline="secret", tenant="ann"), "ann")
+    assert found.verdict == "BASELINE_DIFFERS"
+    assert "h200" not in str(found)
+    with pytest.raises(NotFound) as caught:
+        await told_tenant(later.ask(baseline="other", tenant="ann"), "ann")
+    assert "secret" not in caught.value.message
 
 
 def test_a_tenant_reads_no_names_of_the_fleet() -> None:
