@@ -126,9 +126,10 @@ class DemandSuspects:
     def _capacities(self) -> tuple[float, float]:
         """Return the workers that served in both times, as far as the fleet's records or the samples show."""
         model = self._found.model
+        known = any(self._found.both(lambda side: any(model in moment.ready for moment in side.moments)))
 
         def capacity(side: Side) -> float:
-            ready = [moment.ready[model] for moment in side.moments if model in moment.ready]
+            ready = [moment.ready.get(model, 0) for moment in side.moments if known]
             return float(np.mean(ready)) if ready else float(len({one for one in side.samples.worker if one}))
 
         return self._found.both(capacity)

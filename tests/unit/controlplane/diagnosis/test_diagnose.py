@@ -13,6 +13,7 @@ from msgspec import structs
 
 from services.controlplane.diagnosis.policy import diagnose as diagnosis
 from services.controlplane.diagnosis.policy.comparison import Evidence, TwoTimes, compare
+from services.controlplane.diagnosis.policy.demand import DemandSuspects
 from services.controlplane.diagnosis.policy.diagnose import (
     Diagnosis,
     DiagnosisVerdict,
@@ -156,6 +157,20 @@ def test_a_version_that_loads_beside_is_named_with_the_worker() -> None:
         evidence(usual(5), BASELINE_S, calm), evidence(requests, WINDOW_S, loads), metric=Metric.ITL
     )
     assert (CauseKind.VERSION_LOAD, "worker-1") in [(one.kind, one.subject) for one in found.causes[:2]]
+
+
+def test_moments_without_the_only_replica_count_as_lost_capacity() -> None:
+    calm = [FleetMoment(BASELINE_S[0] + at, ready={"chat": 1}) for at in range(0, 40, 2)]
+    gone = [FleetMoment(WINDOW_S[0] + at, ready={"chat": 1} if at < 16 else {}) for at in range(0, 32, 2)]
+    found = compare(
+        "chat",
+        Metric.TTFT,
+        0.95,
+        evidence(usual(5), BASELINE_S, calm),
+        evidence(window_of("capacity", 5), WINDOW_S, gone),
+    )
+    (lost,) = (one for one in DemandSuspects(found).suspects() if one.kind is CauseKind.CAPACITY_LOST)
+    assert lost.evidence == ("1 replicas served on average, then 0.5: 0.5 fewer",)
 
 
 def test_what_grows_while_latency_does_not_is_no_cause() -> None:
