@@ -69,9 +69,9 @@ async def test_an_equal_request_receives_the_answer_on_any_gateway(faces: Faces)
 async def test_nothing_is_answered_of_a_version_that_may_be_withdrawn(faces: Faces) -> None:
     left, _ = faces.gateways
     await ask(left)
-    faces.fleet.routes_are_current = False
+    faces.fleet.is_current = False
     assert not cached(await ask(left))
-    faces.fleet.routes_are_current = True
+    faces.fleet.is_current = True
     assert cached(await ask(left))
 
 

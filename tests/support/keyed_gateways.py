@@ -75,7 +75,7 @@ class Fleet:
     gone: set[str] = field(default_factory=set)
     step_s: float = 0.002
     engine_tokens: int = 0
-    routes_are_current: bool = True
+    is_current: bool = True
     seeds: Random = field(default_factory=lambda: Random(0))
     max_concurrency: int = 0
     egress_tokens_per_second: int = 0
@@ -438,13 +438,8 @@ async def _gateway(
     metrics, workers = Metrics(), Workers(fleet, supervisor)
     cipher = record_cipher(keys=fleet.keys)
     cached = RedisIdempotency(url, CLOCK, options.responses, timeout_s=options.timeout_s)
-    cache = ResponseCache(
-        EncryptedRecords(cached, cipher),
-        NAMES_SECRET,
-        name,
-        count_lookups(metrics),
-        lambda: fleet.routes_are_current,
-    )
+    records = EncryptedRecords(cached, cipher)
+    cache = ResponseCache(records, NAMES_SECRET, name, count_lookups(metrics), lambda: fleet.is_current)
     gateway_limiter = GatewayLimiter(MeteredLimiter(limiter), CLOCK)
     ports = Ports(
         limiter=gateway_limiter,

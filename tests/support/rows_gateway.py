@@ -159,7 +159,7 @@ class RowsGateway:
         for name in folders:
             self.deploy(name)
         validator = Validator(self.catalog, self.identity, Random(0))
-        self.ports = self._judged(self._ports(), SafetyPacks(self.catalog, files), validator)
+        self.ports = self._judged(self._ports(), SafetyPacks(self.catalog, files, CLOCK), validator)
         self.service = IdempotentService(
             self._keyed(records, owner),
             validator=validator,

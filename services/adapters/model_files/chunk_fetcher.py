@@ -18,7 +18,7 @@ log = structlog.get_logger()
 _CHUNK_TRIES: Final = 2
 # Long enough for a registry to restart. Beyond it the caller decides.
 _PATIENCE_S: Final = 30.0
-_BUSY_S: Final = 600.0  # the same, of a registry that says when to try again
+_BUSY_S: Final = 600.0  # the same, of a registry that states when to try again
 _BACKOFF_FIRST_S: Final = 0.2
 _BACKOFF_MOST_S: Final = 5.0
 

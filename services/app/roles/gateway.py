@@ -310,7 +310,7 @@ def _gateway_services(
         serves=catalog.serves,
         gate=EgressGate(identity.record, lambda: len(quotas.gateways.view), clock, environment.metrics),
         waking=catalog.waking,
-        packs=SafetyPacks(catalog, files),
+        packs=SafetyPacks(catalog, files, clock),
         unrecorded=lambda: outbox.problem if settings.outage_usage == "closed" else "",
     )
     ports = _judging(environment, catalog, runner, ports, Judges(catalog, validator, ports, limits))

@@ -26,6 +26,7 @@ from services.core.rollouts.routes import SplitCaller
 from services.core.safety import SafetyPins
 from services.gateway.catalog import ModelCatalog, ModelFilesPort, Route
 from services.gateway.safety.lists import TextRules
+from services.ports.clock import Clock
 
 log = structlog.get_logger()
 
@@ -90,9 +91,10 @@ class _Policy:
 class SafetyPacks:
     """Keeps the ``MAX_KEPT`` packs and joined packs that were used last."""
 
-    def __init__(self, catalog: ModelCatalog, files: ModelFilesPort) -> None:
+    def __init__(self, catalog: ModelCatalog, files: ModelFilesPort, clock: Clock) -> None:
         self._catalog = catalog
         self._files = files
+        self._clock = clock
         self._policies = _Loads[str, _Policy]()
         self._joined = _Loads[tuple[str, str], CompiledPack]()
 
@@ -177,17 +179,16 @@ class SafetyPacks:
 
     async def _read(self, model: str, version_digest: str) -> _Policy:
         """Return the policy of a version. Raises Unavailable, FailedPrecondition."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + _PATIENCE_S
+        until_s = self._clock.monotonic_s() + _PATIENCE_S
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while True:
                     try:
                         return await self._fetched(model, version_digest)
                     except Unavailable:
-                        if loop.time() > until_s:
+                        if self._clock.monotonic_s() > until_s:
                             raise
-                    await asyncio.sleep(_PAUSE_S)
+                    await self._clock.sleep(_PAUSE_S)
         except ValueError as error:
             raise FailedPrecondition(
                 f"the safety policy of {model} {version_digest} is refused: {error}; publish it again",
@@ -223,27 +224,41 @@ class _Loads(Generic[K, V]):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[K, V] = OrderedDict()
-        self._making: dict[K, asyncio.Task[V]] = {}
+        self._making: dict[K, _Turn] = {}
 
     async def get(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
         """Return the value of a key. A failure is raised to all that wait for it, and not kept."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        if key not in self._making:
-            making = self._making[key] = asyncio.create_task(self._make(key, make))
-            # Nobody may wait for it any more when it fails.
-            making.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(self._making[key])
-
-    async def _make(self, key: K, make: Callable[[], Awaitable[V]]) -> V:
+        turn = self._making.setdefault(key, _Turn())
         try:
-            value = self._kept[key] = await make()
+            async with turn.lock:
+                if key not in self._kept:
+                    self._kept[key] = await turn.made(make)
+                    while len(self._kept) > MAX_KEPT:
+                        self._kept.popitem(last=False)
+                return self._kept[key]
         finally:
-            del self._making[key]
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return value
+            if not turn.lock.locked():
+                self._making.pop(key, None)
+
+
+class _Turn:
+    """One making of a value, and those that wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self._failure: FairwayError | None = None
+
+    async def made(self, make: Callable[[], Awaitable[V]]) -> V:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return await make()
+        except FairwayError as error:
+            self._failure = error
+            raise
 
 
 def compiled(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack:

@@ -171,7 +171,7 @@ async def installation(own_etcd: Any, tmp_path: Path) -> AsyncIterator[Installat
             sized=aliases,
         )
         stub = controlplane_pb2_grpc.ControlPlaneServiceStub(channel)
-        packs = SafetyPacks(catalog, files)
+        packs = SafetyPacks(catalog, files, CLOCK)
         await until(lambda: slis.leads and events.revision > 0)
         addresses = own_etcd.address, f"127.0.0.1:{server.port}"
         yield Installation(store, *addresses, registry, stub, slis, catalog, packs, tenants, tmp_path)

@@ -36,6 +36,7 @@ from services.gateway.idempotency.record_codec import AcceptedTerms, decode, enc
 from services.gateway.requests.terms import Resume
 from services.gateway.safety import packs as packs_module
 from services.gateway.safety.packs import SafetyPacks
+from services.runtime.clock import SystemClock
 from services.runtime.telemetry.metrics import Metrics
 from tests.support.safety import counted, desk_of
 from tests.unit.gateway.conftest import DIGEST
@@ -70,7 +71,7 @@ def packs(fleet: Any, gateway: Gateway, tmp_path: Path) -> Any:
     admission = gateway.service._admission
     admission._ports = gateway.service._ports = replace(
         gateway.service._ports,
-        packs=SafetyPacks(fleet.catalog, fleet.files),
+        packs=SafetyPacks(fleet.catalog, fleet.files, SystemClock()),
         safety=desk_of(),
     )
     return fleet.files
