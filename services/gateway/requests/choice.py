@@ -86,7 +86,7 @@ class ChoiceRun(SequenceAttempts):
         self._scored = min(len(produced.ids), self._spec.scored_tokens)
         self._scores = scores
         self._has_output = has_output
-        self._sent_begun = False  # whether the last start said that the request has output
+        self._sent_begun = False  # whether the last start stated that the request has output
         self._follows = choice > 0 and scores.follow(self._scored, self._take_scores)
         self._produced = list(produced.ids[self._scored :])
         self._chars = produced.chars
