@@ -109,7 +109,7 @@ class ElasticPool:
         self._events: list[tuple[float, int, SimReplica, int]] = []
         self._rate = TokenRate()
         self._tokens = 0.0  # computed since the rate was noted
-        self._used_s = 0.0
+        self.used_s = 0.0  # replica-seconds: computed tokens by the rate of a full replica
         self._above = ArrivalRate()
         self._kv_tokens = self.costs.kv_memory_bytes / self.costs.kv_bytes_per_token
         for _ in range(replicas):
@@ -135,11 +135,6 @@ class ElasticPool:
         """Tokens of the mean request so far."""
         arrived = sum(one.arrived for one in self.classes.values())
         return sum(one.arrived_tokens for one in self.classes.values()) / arrived if arrived else 1.0
-
-    @property
-    def used_s(self) -> float:
-        """SimReplica-seconds that were used: computed tokens by the rate of a full replica."""
-        return self._used_s
 
     @property
     def in_flight(self) -> int:
@@ -335,7 +330,7 @@ class ElasticPool:
             self._advance(replica, now_s)
         waits = any(one.queue for one in self.classes.values())
         self._rate.note(self._tokens, now_s, workers=len(self.ready), waits=waits)
-        self._used_s += self._tokens / self.rate if self.rate else 0.0
+        self.used_s += self._tokens / self.rate if self.rate else 0.0
         self._tokens = 0.0
 
     def _decide(self, now_s: float) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from services.controlplane.scaling.policy.scaler import PoolScaler, ReplicaBounds, Supply, Zone
@@ -99,20 +100,8 @@ class Rival:
         return Hpa(self.metric, target, counter=self.counter)
 
 
-def _used_s(pool: ElasticPool) -> float:
-    return pool.used_s
-
-
-def _waiting(pool: ElasticPool) -> float:
-    return float(pool.waiting)
-
-
-def _in_flight(pool: ElasticPool) -> float:
-    return float(pool.in_flight)
-
-
 RIVALS: Final = {
-    "utilisation": Rival(_used_s, 0.3, 0.95, counter=True),
-    "queue length": Rival(_waiting, 0.02, 8.0),
-    "requests in flight": Rival(_in_flight, 1.0, 48.0),
+    "utilisation": Rival(attrgetter("used_s"), 0.3, 0.95, counter=True),
+    "queue length": Rival(attrgetter("waiting"), 0.02, 8.0),
+    "requests in flight": Rival(attrgetter("in_flight"), 1.0, 48.0),
 }

@@ -23,6 +23,12 @@ _FLAP_S: Final = 0.8
 _PREFILL_S: Final = 0.02
 _DRAIN_S: Final = 5.0
 _POOL_TURN_S: Final = 1.6
+_OUTAGES: Final = {
+    FaultKind.STORE_OUTAGE: STORE,
+    FaultKind.REDIS_OUTAGE: REDIS,
+    FaultKind.LEDGER_OUTAGE: LEDGER,
+    FaultKind.PROVIDER_OUTAGE: PROVIDER,
+}
 
 
 class FaultSchedule(GrantListener):
@@ -90,54 +96,56 @@ class FaultSchedule(GrantListener):
     def _strike(self, fault: InjectedFault, worker: str | None) -> Callable[[], None] | None:
         """Let it happen now; return what heals it, None when there is nothing left that it may strike."""
         match fault.kind:
+            case FaultKind.ZONE_LOSS:
+                return self._lose_zone(fault.pick)
+            case FaultKind.NODE_LOSS | FaultKind.NODE_PREEMPTED:
+                return self._lose_node(fault)
+            case FaultKind.POOL_LOSS:
+                return self._lose_pool()
+        name = self._target(fault, worker)
+        if name is None:
+            return None
+        match fault.kind:
             case (
                 FaultKind.WORKER_CRASH
                 | FaultKind.GATEWAY_CRASH
                 | FaultKind.LEADER_CRASH
                 | FaultKind.PLANE_CRASH
             ):
-                return self._crash(self._target(fault, worker), silent=fault.other < 0.3)
+                return self._crash(name, silent=fault.other < 0.3)
             case (
                 FaultKind.WORKER_PAUSE
                 | FaultKind.GATEWAY_PAUSE
                 | FaultKind.LEADER_PAUSE
                 | FaultKind.PLANE_PAUSE
+                | FaultKind.STORE_OUTAGE
+                | FaultKind.REDIS_OUTAGE
+                | FaultKind.LEDGER_OUTAGE
+                | FaultKind.PROVIDER_OUTAGE
             ):
-                return self._pause(self._target(fault, worker))
-            case FaultKind.STORE_OUTAGE:
-                return self._pause(self._running(STORE))
-            case FaultKind.REDIS_OUTAGE:
-                return self._pause(self._running(REDIS))
-            case FaultKind.LEDGER_OUTAGE:
-                return self._pause(self._running(LEDGER))
-            case FaultKind.PROVIDER_OUTAGE:
-                return self._pause(self._running(PROVIDER))
-            case FaultKind.ZONE_LOSS:
-                return self._lose_zone(fault.pick)
-            case FaultKind.NODE_LOSS | FaultKind.NODE_PREEMPTED:
-                return self._lose_node(fault)
+                return self._pause(name)
             case FaultKind.STALE_GATEWAY:
-                return self._cut_off(self._target(fault, worker))
+                return self._cut_off(name)
             case FaultKind.WORKER_FLAP:
-                return self._flap(self._target(fault, worker))
+                return self._flap(name)
             case FaultKind.WORKER_SLOW:
-                return self._slow(self._target(fault, worker), fault.amount)
+                return self._slow(name, fault.amount)
             case FaultKind.WORKER_DRAIN | FaultKind.GATEWAY_DRAIN:
-                return self._drain(self._target(fault, worker))
-            case FaultKind.POOL_LOSS:
-                return self._lose_pool()
+                return self._drain(name)
             case FaultKind.ENGINE_CRASH:
-                return self._crash_engine(self._target(fault, worker))
+                return self._crash_engine(name)
             case FaultKind.ENGINE_HANG:
-                return self._hang_engine(self._target(fault, worker))
+                return self._hang_engine(name)
             case FaultKind.NETWORK_CUT | FaultKind.HALF_OPEN | FaultKind.LATENCY_STORM:
-                return self._disturb(fault, worker)
+                return self._disturb(fault, name)
             case FaultKind.CLOCK_JUMP:
-                return self._jump(self._target(fault, worker), fault.amount)
+                return self._jump(name, fault.amount)
 
     def _target(self, fault: InjectedFault, worker: str | None) -> str | None:
         """Return a process that runs and that the kind may strike."""
         fleet = self._fleet
+        if fault.kind in _OUTAGES:
+            return self._running(_OUTAGES[fault.kind])
         if worker is not None and fault.kind is not FaultKind.WORKER_FLAP:
             return self._running(worker)
         kind = fault.kind.value
@@ -159,9 +167,7 @@ class FaultSchedule(GrantListener):
     def _all_running(self, names: dict[str, T] | list[str]) -> list[str]:
         return [name for name in names if self._fleet.processes[name].running]
 
-    def _crash(self, name: str | None, *, silent: bool) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _crash(self, name: str, *, silent: bool) -> Callable[[], None]:
         self._fleet.crash(name, silent=silent)
         return lambda: self._restart(name)
 
@@ -169,9 +175,7 @@ class FaultSchedule(GrantListener):
         if not self._fleet.processes[name].alive:
             self._fleet.restart(name)
 
-    def _pause(self, name: str | None) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _pause(self, name: str) -> Callable[[], None]:
         self._fleet.trace.note(name, "paused")
         self._fleet.processes[name].pause()
 
@@ -183,10 +187,8 @@ class FaultSchedule(GrantListener):
 
         return resume
 
-    def _flap(self, name: str | None) -> Callable[[], None] | None:
+    def _flap(self, name: str) -> Callable[[], None]:
         """Crash and restart repeatedly."""
-        if name is None:
-            return None
         fleet, timers = self._fleet, list[asyncio.TimerHandle]()
 
         def turn() -> None:
@@ -204,9 +206,7 @@ class FaultSchedule(GrantListener):
         turn()
         return heal
 
-    def _slow(self, name: str | None, factor: float) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _slow(self, name: str, factor: float) -> Callable[[], None]:
         self._fleet.trace.note(name, "slowed", f"{factor:.3f}")
         self._fleet.workers[name].slow(factor)
 
@@ -216,10 +216,8 @@ class FaultSchedule(GrantListener):
 
         return heal
 
-    def _drain(self, name: str | None) -> Callable[[], None] | None:
+    def _drain(self, name: str) -> Callable[[], None]:
         """Drain it as on SIGTERM. A process that drained ends, and another life of it begins."""
-        if name is None:
-            return None
         fleet = self._fleet
         fleet.trace.note(name, "drained")
         node = fleet.gateways[name] if name in fleet.gateways else fleet.workers[name]
@@ -268,42 +266,32 @@ class FaultSchedule(GrantListener):
             self._fleet.provider.lose(name)
         return lambda: None
 
-    def _crash_engine(self, name: str | None) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _crash_engine(self, name: str) -> Callable[[], None]:
         self._fleet.trace.note(name, "engine crashed")
-        worker = self._fleet.workers[name]
-        self._fleet.processes[name].call_soon(worker.crash_engine)
+        self._fleet.processes[name].call_soon(self._fleet.workers[name].worker.engines.crash)
         return lambda: None
 
-    def _hang_engine(self, name: str | None) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _hang_engine(self, name: str) -> Callable[[], None]:
         self._fleet.trace.note(name, "engine hung")
-        process, worker = self._fleet.processes[name], self._fleet.workers[name]
-        process.call_soon(worker.hang_engine)
+        process, engines = self._fleet.processes[name], self._fleet.workers[name].worker.engines
+        process.call_soon(engines.hang)
 
         def unhang() -> None:
             if process.alive:
-                process.call_soon(worker.unhang_engine)
+                process.call_soon(engines.unhang)
 
         return unhang
 
-    def _cut_off(self, name: str | None) -> Callable[[], None] | None:
+    def _cut_off(self, name: str) -> Callable[[], None]:
         """Cut a process off from the store alone."""
-        if name is None:
-            return None
         network = self._fleet.network
         self._fleet.trace.note(name, "cut off from the store")
         network.cut(name, STORE)
         return lambda: network.heal(name, STORE)
 
-    def _disturb(self, fault: InjectedFault, worker: str | None) -> Callable[[], None] | None:
+    def _disturb(self, fault: InjectedFault, name: str) -> Callable[[], None]:
         """Disturb the network between a process and one that it talks with."""
         fleet, network = self._fleet, self._fleet.network
-        name = self._target(fault, worker)
-        if name is None:
-            return None
         peers = [STORE, *fleet.schedulers]
         peers += fleet.gateways if name not in fleet.gateways else [*fleet.workers, REDIS]
         peer = _pick([found for found in peers if found != name], fault.other)
@@ -322,9 +310,7 @@ class FaultSchedule(GrantListener):
                 network.set_latency(name, peer, slow)
                 return lambda: network.set_latency(name, peer, None)
 
-    def _jump(self, name: str | None, seconds: float) -> Callable[[], None] | None:
-        if name is None:
-            return None
+    def _jump(self, name: str, seconds: float) -> Callable[[], None]:
         self._fleet.trace.note(name, "clock jumped", f"{seconds:g}")
         self._fleet.processes[name].jump_unix(seconds)
         return lambda: self._fleet.processes[name].jump_unix(-seconds)

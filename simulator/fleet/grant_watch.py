@@ -86,8 +86,8 @@ class GrantListener:
         """An input has just ended an engine of the worker."""
 
 
-class GrantWatch(GrantListener):
-    """Hands what it sees to its listeners, in the order of arrival.
+class GrantWatch:
+    """Hands what is reported to its listeners, in the order of arrival.
 
     ``was_ejected``: whether the worker of the reported grant was barred when it was chosen. A worker
     that is tried again is barred from the grant on until the trial has ended.
@@ -101,41 +101,10 @@ class GrantWatch(GrantListener):
         """Return the scheduler's placement callbacks."""
         return _WatchedTelemetry(self, clock)
 
-    def term_began(self, term: Term) -> None:
+    def report(self, event: Callable[[GrantListener], None]) -> None:
+        """Call each listener with what happened."""
         for listener in self.listeners:
-            listener.term_began(term)
-
-    def entered(self, spec: PlaceSpec) -> None:
-        for listener in self.listeners:
-            listener.entered(spec)
-
-    def left(self, spec: PlaceSpec) -> None:
-        for listener in self.listeners:
-            listener.left(spec)
-
-    def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
-        for listener in self.listeners:
-            listener.granted(term, spec, worker_id)
-
-    def refused(self, term: Term, spec: PlaceSpec, reason: str) -> None:
-        for listener in self.listeners:
-            listener.refused(term, spec, reason)
-
-    def engine_ended(self, worker_id: str, poison: Poison) -> None:
-        for listener in self.listeners:
-            listener.engine_ended(worker_id, poison)
-
-    def started(self, worker_id: str, spec: StartSpec) -> None:
-        for listener in self.listeners:
-            listener.started(worker_id, spec)
-
-    def produced(self, worker_id: str, tenant: str, priority: Priority, work: ComputedTokens) -> None:
-        for listener in self.listeners:
-            listener.produced(worker_id, tenant, priority, work)
-
-    def ended(self, worker_id: str, usage: SequenceUsage) -> None:
-        for listener in self.listeners:
-            listener.ended(worker_id, usage)
+            event(listener)
 
 
 class _WatchedTelemetry(SchedulerTelemetry):
@@ -151,7 +120,7 @@ class _WatchedTelemetry(SchedulerTelemetry):
         self._term = term
         self._listen(term.fleet)
         super().term_started(term)
-        self._watch.term_began(term)
+        self._watch.report(lambda listener: listener.term_began(term))
 
     def _listen(self, fleet: FleetView) -> None:
         inner = fleet.ends_trial
@@ -163,14 +132,14 @@ class _WatchedTelemetry(SchedulerTelemetry):
         fleet.ends_trial = ends_trial
 
     def entered(self, spec: PlaceSpec) -> None:
-        self._watch.entered(spec)
+        self._watch.report(lambda listener: listener.entered(spec))
 
     def left(self, spec: PlaceSpec) -> None:
-        self._watch.left(spec)
+        self._watch.report(lambda listener: listener.left(spec))
 
     def ended(self, spec: PlaceSpec, outcome: str, queued_s: float, now_s: float, worker_id: str) -> None:
-        if self._term is not None:
+        if (term := self._term) is not None:
             if outcome == GRANTED:
-                self._watch.granted(self._term, spec, worker_id)
+                self._watch.report(lambda listener: listener.granted(term, spec, worker_id))
             elif outcome != WITHDRAWN:
-                self._watch.refused(self._term, spec, outcome)
+                self._watch.report(lambda listener: listener.refused(term, spec, outcome))

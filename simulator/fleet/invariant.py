@@ -18,10 +18,11 @@ SAMPLE_S: Final = 0.25
 
 class Invariant:
     """Adds what does not hold to the fleet's violations, under its own name. Each method does nothing by
-    default."""
+    default; ``watch`` remembers the fleet."""
 
     def watch(self, fleet: SimFleet) -> None:
         """The fleet started: subscribe to the events that are checked."""
+        self._fleet = fleet
 
     def sample(self, fleet: SimFleet) -> None:
         """Look at the fleet between two events."""
@@ -31,6 +32,9 @@ class Invariant:
 
     def at_rest(self, fleet: SimFleet) -> None:
         """Check a fleet in which nothing runs or waits."""
+
+    def _add(self, invariant: str, text: str) -> None:
+        self._fleet.violations.add(invariant, text)
 
 
 class InvariantSampling:

@@ -61,8 +61,8 @@ class Bounds(Invariant):
     def touched(self, fleet: SimFleet, names: Iterable[str]) -> None:
         for name in names:
             if (worker := fleet.workers.get(name)) is not None:
-                self._expect(fleet, f"sequences of {name}", worker.running, worker.max_sequences)
-                parked, most = worker.parked, worker.max_sequences * PARKED_PER_SLOT
+                self._expect(fleet, f"sequences of {name}", worker.running, worker.kind.max_sequences)
+                parked, most = worker.parked, worker.kind.max_sequences * PARKED_PER_SLOT
                 self._expect(fleet, f"sequences without a slot of {name}", parked, most)
             elif (term := fleet.schedulers[name].term) is not None:
                 self._term(fleet, name, term)

@@ -28,7 +28,7 @@ class Fencing(GrantListener, Invariant):
         self._admitted: dict[str, dict[tuple[int, int, int], None]] = {}
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         fleet.grants.listeners.append(self)
 
     def granted(self, term: Term, spec: PlaceSpec, worker_id: str) -> None:
@@ -91,9 +91,6 @@ class Fencing(GrantListener, Invariant):
             wrong.append(f"with {held} blocks held so already")
         if wrong:
             self._add(ALONE, f"{worker_id} started what a gateway placed {' and '.join(wrong)}")
-
-    def _add(self, invariant: str, text: str) -> None:
-        self._fleet.violations.add(invariant, text)
 
 
 def _has_no_slot(term: Term, worker_id: str, digest: str) -> bool:

@@ -42,7 +42,7 @@ class Poisons(GrantListener, Invariant):
         self._condemned_s: dict[Poison, float] = {}
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         fleet.grants.listeners.append(self)
 
     def engine_ended(self, worker_id: str, poison: Poison) -> None:
@@ -132,7 +132,7 @@ class NodeGroups(GrantListener, Invariant):
         self.ran: Counter[tuple[str, str]] = Counter()
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         self._tenants = {tenant.name: tenant.node_group for tenant in fleet.spec.tenants}
         fleet.grants.listeners.append(self)
 

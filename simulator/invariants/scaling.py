@@ -51,7 +51,7 @@ class Decisions(RolloutListener, Invariant):
         return self._fleet.provider.faults
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         self._wanted = fleet.spec.replicas
         self._missing.append((fleet.loop.now_s, fleet.spec.replicas))  # no worker had registered before
         assert fleet.plane is not None, "a fleet that started has a leading control plane"
@@ -137,9 +137,6 @@ class Decisions(RolloutListener, Invariant):
             if node.process.running and not node.host.draining and name not in leaving
         ]
 
-    def _add(self, invariant: str, text: str) -> None:
-        self._fleet.violations.add(invariant, text)
-
 
 class HeldRequests(Invariant):
     """A request that waits for the first replica has an end: by its deadline, or within the time that its
@@ -155,9 +152,6 @@ class HeldRequests(Invariant):
         self._hold_s = Scaled(MODEL, 0).hold_s
         self._sampled_s = 0.0  # time of the last sample
         self._frozen_s: dict[str, tuple[float, float]] = {}  # begin and end of a gateway's last freeze
-
-    def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
 
     def sample(self, fleet: SimFleet) -> None:
         now_s, serves = fleet.loop.now_s, any(one.serving for one in fleet.workers.values())
@@ -194,8 +188,6 @@ class HeldRequests(Invariant):
         began_s = max(since_s, ran_s) if since_s >= froze_s else since_s
         if now_s > max(began_s + longest_s, ran_s) + _LATE_S:
             waited_s = now_s - since_s
-            self._add(f"request {record.number} waits for {waited_s:.1f} s, {longest_s:g} s are allowed")
+            text = f"request {record.number} waits for {waited_s:.1f} s, {longest_s:g} s are allowed"
+            self._add(HELD, text)
             self._since_s[record.number, record.attempts] = float("inf")
-
-    def _add(self, text: str) -> None:
-        self._fleet.violations.add(HELD, text)

@@ -23,7 +23,6 @@ from services.gateway.service_types import Ports
 from services.gateway.slis import SliRecorder
 from services.ports.clock import Clock
 from services.runtime.telemetry.metrics import Metrics
-from simulator.fleet.assembly import SimFleet
 from simulator.fleet.invariant import Invariant
 from simulator.fleet.nodes.gateway_node import GatewayNode
 
@@ -53,9 +52,6 @@ class Screening(Invariant):
     def __init__(self) -> None:
         self.verdicts = self.tokens = 0
         self.judged: defaultdict[str, int] = defaultdict(int)  # characters, by request
-
-    def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
 
     def covered(self, request_id: str, chars: int) -> None:
         """A verdict covers the first ``chars`` characters of a request's output."""

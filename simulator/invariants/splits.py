@@ -62,7 +62,7 @@ class SplitHistory(RolloutListener, Invariant):
         self._digest = stable  # the deployment's version
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         fleet.routes.listeners.append(self)
 
     def written(self, written: AppliedWrite) -> None:
@@ -142,9 +142,6 @@ class SplitHistory(RolloutListener, Invariant):
         if (self._digest == self.candidate) is not final:
             self._add(SPLIT, f"{rollout.phase} with the deployment at {self._digest}")
 
-    def _add(self, invariant: str, text: str) -> None:
-        self._fleet.violations.add(invariant, text)
-
 
 def _weight_of(rollout: Rollout) -> int:
     """Return the candidate's weight that the state's phase and step allow."""
@@ -204,7 +201,7 @@ class Arms(RolloutListener, GrantListener, Invariant):
         self.reached: Counter[str] = Counter({"on candidate": 0, "rerouted": 0, "stale view": 0})
 
     def watch(self, fleet: SimFleet) -> None:
-        self._fleet = fleet
+        super().watch(fleet)
         fleet.routes.listeners.append(self)
         fleet.grants.listeners.append(self)
         fleet.clients.on_accepted = self.accepted
@@ -317,6 +314,3 @@ class Arms(RolloutListener, GrantListener, Invariant):
         assert self._history.aborted_s is not None
         since_s = max(self._history.aborted_s, *(self._disturbed_s.get(name, 0.0) for name in needed))
         return self._fleet.loop.now_s - since_s > ACTUATION_S
-
-    def _add(self, invariant: str, text: str) -> None:
-        self._fleet.violations.add(invariant, text)

@@ -156,7 +156,7 @@ class SimConnection:
         self.on_broken: Callable[[Broken], None] | None = None
         self._roads = roads
         self._inbox: deque[Any] = deque()
-        self._over: Broken | None = None
+        self.over: Broken | None = None  # why nothing can be sent any more
         self._reader: asyncio.Future[None] | None = None
         self._writers: deque[asyncio.Future[None]] = deque()
         self._ahead = 0  # messages of ours without an acknowledgement of the peer
@@ -166,15 +166,10 @@ class SimConnection:
         self._patience_s = 0.0  # its patience by our process's clock
         self._was_silent = False
 
-    @property
-    def over(self) -> Broken | None:
-        """Why nothing can be sent any more, None while something can."""
-        return self._over
-
     def post(self, message: Any) -> None:
         """Send without waiting. Raises Broken."""
-        if self._over is not None:
-            raise self._over
+        if self.over is not None:
+            raise self.over
         self._ahead += 1
         self.outgoing.carry(message)
 
@@ -186,7 +181,7 @@ class SimConnection:
     @property
     def has_room(self) -> bool:
         """Whether ``send`` would not wait."""
-        return self._ahead < WINDOW or self._over is not None
+        return self._ahead < WINDOW or self.over is not None
 
     async def wait_room(self) -> None:
         """Return when the peer has read enough, or the connection is over."""
@@ -202,8 +197,8 @@ class SimConnection:
         something came meanwhile.
         """
         while not self._inbox:
-            if self._over is not None:
-                raise self._over
+            if self.over is not None:
+                raise self.over
             assert self._reader is None, "a connection has one reader"
             self._reader = self._roads.loop.create_future()
             self._was_silent = False
@@ -224,12 +219,12 @@ class SimConnection:
         while self._inbox:
             self._count_read()
             on_message(self._inbox.popleft())
-        if self._over is not None:
-            on_broken(self._over)
+        if self.over is not None:
+            on_broken(self.over)
 
     def close(self, error: Exception | None = None) -> None:
         """The peer receives what was sent, then Broken with that error. Idempotent."""
-        if self._over is None:
+        if self.over is None:
             self.outgoing.carry(_PipeClosed(f"{self.process.name} closed the connection", error))
             self._finish(Broken("the connection was closed on this side"))
             self._inbox.clear()
@@ -238,7 +233,7 @@ class SimConnection:
 
     def arrived(self, message: Any) -> None:
         """A message is here. Called inside the process."""
-        if self._over is not None:
+        if self.over is not None:
             return
         if message is _ROOM:
             self._ahead -= WINDOW // 2
@@ -257,23 +252,23 @@ class SimConnection:
 
     def break_off(self, text: str) -> None:
         """Break the connection: both ends observe it, this one at once."""
-        if self._over is None:
+        if self.over is None:
             self.outgoing.carry(_PipeClosed(text, None))
             self.process.call_soon(self.arrived, _PipeClosed(text, None))
 
     def lost(self, text: str, *, silent: bool) -> None:
         """The process is dead; its peer observes it unless the machine died too."""
-        if self._over is None:
+        if self.over is None:
             if silent:
                 self.outgoing.vanish()
             else:
                 self.outgoing.carry(_PipeClosed(text, None))
-            self._over = Broken(text)
+            self.over = Broken(text)
 
     # --- inside -----------------------------------------------------------------------------------
 
     def _finish(self, broken: Broken) -> None:
-        self._over = broken
+        self.over = broken
         self._roads.forget(self)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -294,7 +289,7 @@ class SimConnection:
         self._read += 1
         if self._read == WINDOW // 2:
             self._read = 0
-            if self._over is None:
+            if self.over is None:
                 self.outgoing.carry(_ROOM)
 
     def _set_alarm(self, within_s: float) -> None:
@@ -312,7 +307,7 @@ class SimConnection:
 
     def _ring(self) -> None:
         self._alarm = None
-        if self._reader is None or self._over is not None:
+        if self._reader is None or self.over is not None:
             return
         process = self.process
         due_s = process.global_s(self._patience_s)

@@ -15,7 +15,7 @@ from services.core.records import Priority
 from services.core.scaling import Scaling
 from simulator.fleet.fleet import SimFleet
 from simulator.fleet.spec import FleetSpec, ScalingSpec, TenantSpec, VersionSpec
-from simulator.lab.load.arrivals import Diurnal, Gamma, Modulated, Poisson, Steps
+from simulator.lab.load.arrivals import Arrivals, Diurnal, Gamma, Modulated, Poisson, Steps
 from simulator.lab.load.lengths import Fixed, LogNormal
 from simulator.lab.load.load import SharedPrefixes, Stream, merged
 from simulator.lab.report.report import Mark
@@ -80,6 +80,24 @@ def under_load(
     )
 
 
+def _in_classes(
+    senders: Sequence[TenantSpec], rate: float, arrivals: Callable[[float], Arrivals]
+) -> list[Stream]:
+    """Return the streams of equal tenants that send ``rate`` together, each in all three classes."""
+    return [
+        Stream(
+            tenant.name,
+            arrivals(rate * share / len(senders)),
+            PROMPT,
+            OUTPUT,
+            name=priority.value,
+            priority=priority,
+        )
+        for tenant in senders
+        for priority, share in _SHARES
+    ]
+
+
 def steady(options: Options) -> Scenario:
     """Eight tenants at seven tenths of what the fleet can serve: the figures of an ordinary day."""
     senders = tenants(8)
@@ -115,23 +133,15 @@ def burst(options: Options) -> Scenario:
     senders = tenants(4)
     fleet = fleet_of(options, senders)
     rate = chat_rate(options, fleet, load_ratio=0.3)
-    streams = [
-        Stream(
-            tenant.name,
-            Modulated(Steps.burst(rate * share / len(senders), factor=10.0, from_s=from_s, for_s=for_s)),
-            PROMPT,
-            OUTPUT,
-            name=priority.value,
-            priority=priority,
-        )
-        for tenant in senders
-        for priority, share in _SHARES
-    ]
+
+    def arrivals(per_s: float) -> Arrivals:
+        return Modulated(Steps.burst(per_s, factor=10.0, from_s=from_s, for_s=for_s))
+
     return under_load(
         "burst",
         options,
         fleet,
-        streams,
+        _in_classes(senders, rate, arrivals),
         summary=f"{rate:.1f} requests/s in three classes, and ten times as many for {for_s:g} s",
         duration_s=duration_s,
         marks=(Mark("ten times the load", from_s, from_s + for_s),),
@@ -314,23 +324,11 @@ def zone_loss(options: Options) -> Scenario:
         scaling=ScalingSpec(Scaling(1, 2 * fleet.workers)),
     )
     rate = chat_rate(options, fleet, load_ratio=0.6)
-    streams = [
-        Stream(
-            tenant.name,
-            Poisson(rate * share / len(fleet.tenants)),
-            PROMPT,
-            OUTPUT,
-            name=priority.value,
-            priority=priority,
-        )
-        for tenant in fleet.tenants
-        for priority, share in _SHARES
-    ]
     made = under_load(
         "zone-loss",
         options,
         fleet,
-        streams,
+        _in_classes(fleet.tenants, rate, Poisson),
         summary=f"{rate:.1f} requests/s in three classes; a new node takes 60 to 180 s and loads for 10 s",
         duration_s=duration_s,
         marks=(Mark("one of three zones is lost", lost_s, duration_s),),

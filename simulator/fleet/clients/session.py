@@ -123,11 +123,11 @@ def _ignore(record: RequestRecord, accepted: Accepted) -> None:
 class SimSession:
     """One request of one client, over as many attempts as it takes."""
 
-    __slots__ = ("_attempt", "_clients", "_request", "_timer", "due", "record")
+    __slots__ = ("_attempt", "_timer", "clients", "due", "record", "request")
 
     def __init__(self, clients: Clients, number: int, request: SimRequest) -> None:
-        self._clients = clients
-        self._request = request
+        self.clients = clients
+        self.request = request
         self._attempt: _Attempt | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.record = RequestRecord(number, request, clients.now_s)
@@ -135,19 +135,19 @@ class SimSession:
 
     def expect(self, allowed: int) -> None:
         """From now on the answer has at most ``allowed`` tokens."""
-        self.due = Due(self._seed, output_tokens=self._request.output_tokens, allowed_tokens=allowed)
+        self.due = Due(self._seed, output_tokens=self.request.output_tokens, allowed_tokens=allowed)
 
     @property
     def _seed(self) -> int:
-        return request_seed(self.record.number, self._request.output_tokens)
+        return request_seed(self.record.number, self.request.output_tokens)
 
     @property
     def gateway(self) -> str:
         return "" if self._attempt is None else self._attempt.door.name
 
     def begin(self) -> None:
-        if self._request.cancel_after_s is not None:
-            self._timer = self._clients.later(self._request.cancel_after_s, self.leave)
+        if self.request.cancel_after_s is not None:
+            self._timer = self.clients.later(self.request.cancel_after_s, self.leave)
         self.ask()
 
     def ask(self) -> None:
@@ -159,9 +159,9 @@ class SimSession:
             self.end(UNREACHABLE)
             return
         record.attempts += 1
-        door = self._clients.door()
+        door = self.clients.door()
         if door is None:
-            self._clients.later(0.5 * self._clients.jitter(), self.ask)
+            self.clients.later(0.5 * self.clients.jitter(), self.ask)
             return
         record.gateway = door.name
         self._attempt = attempt = _Attempt(self, door)
@@ -181,8 +181,8 @@ class SimSession:
         if attempt is None:
             return
         attempt.over = True
-        if self._request.key:
-            self._clients.later(0.2 * self._clients.jitter(), self.ask)
+        if self.request.key:
+            self.clients.later(0.2 * self.clients.jitter(), self.ask)
         else:
             self.end(GATEWAY_LOST)
 
@@ -190,30 +190,30 @@ class SimSession:
         """It was refused or broken off: sent again where that may help, over otherwise."""
         record = self.record
         again = error.retry_after_s is not None and not record.output_tokens
-        if not again or record.refusals >= self._request.retries:
+        if not again or record.refusals >= self.request.retries:
             self.end(error.reason)
             return
         assert error.retry_after_s is not None
         record.refusals += 1
         self._attempt = None
-        self._clients.later(error.retry_after_s * self._clients.jitter(), self.ask)
+        self.clients.later(error.retry_after_s * self.clients.jitter(), self.ask)
 
     def end(self, outcome: str) -> None:
         record = self.record
         if record.outcome:
-            self._clients.violations.add(
+            self.clients.violations.add(
                 ONCE, f"request {record.number} ended with {record.outcome}, then with {outcome}"
             )
             return
-        record.outcome, record.ended_s = outcome, self._clients.now_s
+        record.outcome, record.ended_s = outcome, self.clients.now_s
         self._attempt = None
         if self._timer is not None:
             self._timer.cancel()
-        self._clients.ended(self)
+        self.clients.ended(self)
 
     def generation(self) -> inference_pb2.Generation:
         """Return what is sent, the same in every attempt."""
-        request = self._request
+        request = self.request
         generation = inference_pb2.Generation(
             model=MODEL,
             token_ids=inference_pb2.TokenIds(ids=prompt_ids(request, self.record.number)),
@@ -229,7 +229,7 @@ class SimSession:
 
     def came(self, received: int) -> None:
         """Record how many tokens of its answer the client has received."""
-        record, now_s = self.record, self._clients.now_s
+        record, now_s = self.record, self.clients.now_s
         fresh = received - record.output_tokens
         if fresh <= 0:
             return
@@ -244,15 +244,7 @@ class SimSession:
         record.last_token_s = now_s
 
     def violated(self, invariant: str, text: str) -> None:
-        self._clients.violations.add(invariant, f"request {self.record.number}: {text}")
-
-    @property
-    def request(self) -> SimRequest:
-        return self._request
-
-    @property
-    def clients(self) -> Clients:
-        return self._clients
+        self.clients.violations.add(invariant, f"request {self.record.number}: {text}")
 
 
 def allowed_tokens(request: SimRequest) -> int:

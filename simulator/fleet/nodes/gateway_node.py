@@ -210,7 +210,7 @@ class GatewayNode:
     catalog_type: ClassVar[type[WatchedCatalog]] = WatchedCatalog
 
     def __init__(self, spec: FleetSpec, process: Process, network: Network) -> None:
-        self._process = process
+        self.process = process
         self.name = process.name
         self.draining = False
         clock = process.clock
@@ -273,7 +273,7 @@ class GatewayNode:
         self, spec: FleetSpec, streams: SimStreams, links: StreamPlacementLinks, gateway_id: str
     ) -> None:
         """Make the links to the leader and the workers, and what runs rows over them."""
-        process, clock, supervisor = self._process, self._process.clock, self._process.supervisor
+        process, clock, supervisor = self.process, self.process.clock, self.process.supervisor
         fallback, self.leases = self.make_fallback(spec), self.make_leases()
         self.placement = MuxedPlacement(
             links, clock, supervisor, process.rng, fallback=fallback, on_frame=self.leases.on_frame
@@ -291,7 +291,7 @@ class GatewayNode:
         self._tenants = {tenant.name: tenant for tenant in spec.tenants}
 
     def _ports(self, telemetry: GatewayTelemetry, quarantine: Quarantine) -> Ports:
-        process = self._process
+        process = self.process
         return Ports(
             limiter=self.limiter,
             placement=self.placement,
@@ -319,9 +319,9 @@ class GatewayNode:
         return KeyedPorts(
             store=records,
             limiter=self.limiter,
-            clock=self._process.clock,
+            clock=self.process.clock,
             telemetry=KeyedTelemetry(metrics),
-            new_incident=self._process.ids.incident_id,
+            new_incident=self.process.ids.incident_id,
             names_secret=_NAMES_SECRET,
             owner=gateway_id,
             window_tokens=limits.window_tokens,
@@ -336,16 +336,16 @@ class GatewayNode:
 
     def make_leases(self) -> GatewayLeases:
         """Return what this gateway keeps of its slots."""
-        return GatewayLeases(self._process.clock)
+        return GatewayLeases(self.process.clock)
 
     def make_fallback(self, spec: FleetSpec) -> FallbackPlacer:
         """Return how this gateway places while no leader answers."""
         predicted = spec.term.queue.predicted_output_tokens
-        return GatewayFallback(self._process.rng, FallbackSettings(predicted_output_tokens=predicted))
+        return GatewayFallback(self.process.rng, FallbackSettings(predicted_output_tokens=predicted))
 
     def make_quarantine(self, store: Store) -> Quarantine:
         """Return the fleet's quarantine."""
-        return StoreQuarantine(store, self._informers.quarantine, self._process.clock)
+        return StoreQuarantine(store, self._informers.quarantine, self.process.clock)
 
     def make_judged(self, ports: Ports) -> Ports:
         """Return the ports with what judges texts; by default nothing does."""
@@ -361,7 +361,7 @@ class GatewayNode:
     def start(self) -> None:
         """Begin the tasks of the process."""
         self._informers.start()
-        spawn = self._process.supervisor.spawn
+        spawn = self.process.supervisor.spawn
         spawn("scheduler directory", self._directory.run())
         spawn("warm text models", self.catalog.warm_forever())
         spawn("renew", self.service.renew_forever())
@@ -383,10 +383,6 @@ class GatewayNode:
         return self._informers.workers
 
     @property
-    def process(self) -> Process:
-        return self._process
-
-    @property
     def ready(self) -> bool:
         """It has the fleet and the address for placement requests."""
         return self._informers.synced and self.placement.connected
@@ -394,16 +390,16 @@ class GatewayNode:
     async def drain(self, timeout_s: float) -> None:
         """Stop as on SIGTERM: nothing new, what runs until the time is over."""
         self.draining = True
-        await drain(self.service, self._process.clock, timeout_s)
+        await drain(self.service, self.process.clock, timeout_s)
 
     # --- for its clients ---------------------------------------------------------------------------
 
     @property
     def reachable(self) -> bool:
-        return self._process.alive and not self.draining and self._informers.synced
+        return self.process.alive and not self.draining and self._informers.synced
 
     def enter(self, call: Callable[[], None]) -> None:
-        self._process.call_soon(call)
+        self.process.call_soon(call)
 
     def run_rows(
         self, sim_rows: SimRows, rows: tuple[tuple[RawTensor, ...], ...], ended: RowsEnded
@@ -412,7 +408,7 @@ class GatewayNode:
         tenant = self._tenants[sim_rows.tenant]
         within_s = math.inf if sim_rows.deadline_s is None else sim_rows.deadline_s
         request = RowsRequest(
-            self._process.ids.request_id(),
+            self.process.ids.request_id(),
             sim_rows.tenant,
             ROWS_MODEL,
             ROWS_DIGEST,
@@ -421,9 +417,9 @@ class GatewayNode:
             tenant_weight=tenant.weight,
             node_group=tenant.node_group,
             isolation_waits=tenant.isolation_waits,
-            deadline_s=self._process.clock.monotonic_s() + within_s,
+            deadline_s=self.process.clock.monotonic_s() + within_s,
         )
-        return self._process.spawn("rows", self._run_rows(request, ended))
+        return self.process.spawn("rows", self._run_rows(request, ended))
 
     async def _run_rows(self, request: RowsRequest, ended: RowsEnded) -> None:
         try:
@@ -436,7 +432,7 @@ class GatewayNode:
     def submit(
         self, tenant: str, generation: inference_pb2.Generation, sink: RequestSink, *, attempt: int = 0
     ) -> Handle:
-        clock, request_id = self._process.clock, self._process.ids.request_id()
+        clock, request_id = self.process.clock, self.process.ids.request_id()
         received = Received(clock.monotonic_s(), int(clock.unix_s() * 1e6), request_id, attempt=attempt)
         principal = Principal(key_name(tenant), KeyRole.TENANT, tenant)
         return self.service.submit(principal, generation, sink, received=received)

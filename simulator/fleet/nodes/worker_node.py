@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from services.core.estimates.cost_model import slowed
-from services.core.fixed_cost.rows import RowSpec
 from services.core.fleet import SequenceUsage
-from services.core.generation import NotAdmittedReason, StartSpec
+from services.core.generation import StartSpec
 from services.core.usage import SequenceDeviceUse, UsageEvent
-from services.ports.streams import StepFrame, WorkerStream
+from services.ports.streams import WorkerStream
 from services.worker.detokenizer import Detokenizer
 from services.worker.streams.admission import FallbackAdmission
 from services.worker.streams.charges import DeviceKind, DeviceTime, Key, Tally
@@ -41,8 +40,10 @@ class WatchedHost:
 class _WatchedStream:
     def __init__(self, host: SequenceHost, wake: Callable[[], None], started: Started) -> None:
         self._host = host
-        self._stream = host.open(wake)
+        self._stream = stream = host.open(wake)
         self._started = started
+        self.start_row, self.refuse, self.credit = stream.start_row, stream.refuse, stream.credit
+        self.cancel, self.take, self.close = stream.cancel, stream.take, stream.close
 
     def start(self, handle: int, spec: StartSpec) -> None:
         before = self._host.running
@@ -50,27 +51,9 @@ class _WatchedStream:
         if self._host.running > before:
             self._started(spec)
 
-    def start_row(self, handle: int, spec: RowSpec) -> None:
-        self._stream.start_row(handle, spec)
-
-    def refuse(self, handle: int, reason: NotAdmittedReason) -> None:
-        self._stream.refuse(handle, reason)
-
-    def credit(self, handles: Sequence[int], tokens: Sequence[int]) -> None:
-        self._stream.credit(handles, tokens)
-
-    def cancel(self, handles: Sequence[int]) -> None:
-        self._stream.cancel(handles)
-
     @property
     def only_accepted(self) -> bool:
         return self._stream.only_accepted
-
-    def take(self) -> StepFrame | None:
-        return self._stream.take()
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class WatchedTally(Tally):
@@ -83,20 +66,23 @@ class WatchedTally(Tally):
 
     def add_prefill(self, key: Key, tokens: int, cached_tokens: int) -> None:
         super().add_prefill(key, tokens, cached_tokens)
-        self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(tokens, cached_tokens))
+        self._produced(key, ComputedTokens(tokens, cached_tokens))
 
     def add_output(self, key: Key, tokens: int) -> None:
         super().add_output(key, tokens)
         if tokens:
-            self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(output=tokens))
+            self._produced(key, ComputedTokens(output=tokens))
 
     def add_rows(self, key: Key, rows: int, device_s: float) -> None:
         super().add_rows(key, rows, device_s)
-        self._watch.produced(self._worker_id, key[0], key[2], ComputedTokens(rows=rows))
+        self._produced(key, ComputedTokens(rows=rows))
 
     def add_ended(self, usage: SequenceUsage) -> None:
         super().add_ended(usage)
-        self._watch.ended(self._worker_id, usage)
+        self._watch.report(lambda listener: listener.ended(self._worker_id, usage))
+
+    def _produced(self, key: Key, work: ComputedTokens) -> None:
+        self._watch.report(lambda listener: listener.produced(self._worker_id, key[0], key[2], work))
 
 
 class WorkerNode:
@@ -129,10 +115,13 @@ class WorkerNode:
             vocabulary=_PlainText(),
             output_length=output_length,
             host=self.host,
-            streams=WatchedHost(self.host, lambda start: watch.started(self.name, start)),
+            streams=WatchedHost(
+                self.host, lambda start: watch.report(lambda one: one.started(self.name, start))
+            ),
         )
-
-        self.worker.engines.died = lambda poison: watch.engine_ended(self.name, poison)
+        self.worker.engines.died = lambda poison: watch.report(
+            lambda one: one.engine_ended(self.name, poison)
+        )
 
     def make_host(self) -> SequenceHost:
         """Return the host of this life; a test overrides it with one that is broken."""
@@ -151,15 +140,6 @@ class WorkerNode:
         """Every step takes ``factor`` times as long; 1.0 heals it. It has no effect on a dead process."""
         if self.process.alive:
             self.process.call_soon(self.worker.engines.slow, factor)
-
-    def crash_engine(self) -> None:
-        self.worker.engines.crash()
-
-    def hang_engine(self) -> None:
-        self.worker.engines.hang()
-
-    def unhang_engine(self) -> None:
-        self.worker.engines.unhang()
 
     @property
     def zone(self) -> str:
@@ -184,10 +164,6 @@ class WorkerNode:
     def parked(self) -> int:
         """How many are here without one."""
         return sum(table.slots.parked + table.slots.returning for table in self.host.tables())
-
-    @property
-    def max_sequences(self) -> int:
-        return self.kind.max_sequences
 
     def held(self) -> dict[str, int]:
         """Return what sequences hold here, by a name of it."""
@@ -246,17 +222,13 @@ class _PlainText:
     """Implements ``detokenizer.Vocabulary``: every token is one character."""
 
     def __init__(self) -> None:
-        self._texts = _TEXTS
-
-    @property
-    def texts(self) -> Sequence[str | None]:
-        return self._texts
+        self.texts: Sequence[str | None] = _TEXTS
 
     def open(self, context: Sequence[int] = ()) -> Detokenizer:
         return _PlainDetokenizer()
 
     def alone(self, token: int) -> str:
-        return self._texts[token]
+        return _TEXTS[token]
 
     def part(self, token: int) -> bytes:
         return b""
