@@ -47,7 +47,7 @@ Engine = Literal["torch", "vllm", "gateway"]
 GATEWAY: Final = "gateway"
 
 _DRAFT: Final = f"{version_files.DRAFT_FOLDER}/"
-# The small files that ``checkpoint_problem`` reads in addition to those of a gateway.
+# The small files that ``engine_problems`` reads in addition to those of a gateway.
 READ: Final = (
     CONFIG,
     INDEX,
@@ -66,7 +66,7 @@ def kind_of(names: Collection[str], read: Callable[[str], bytes]) -> Kind:
 
 
 def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False) -> tuple[str, ...]:
-    """Return the tensor files whose headers ``checkpoint_problem`` reads; it names what is wrong."""
+    """Return the tensor files whose headers ``engine_problems`` reads; it names what is wrong."""
     found = [version_files.ADAPTER_WEIGHTS] if is_adapter else []
     found += [PROBE] if PROBE in names else []
     for folder in ("", _DRAFT):
@@ -75,17 +75,6 @@ def tensor_files(names: Collection[str], read: Read, *, is_adapter: bool = False
         except (BadWeights, UnsupportedModel):
             continue
     return tuple(found)
-
-
-def checkpoint_problem(
-    names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
-) -> str:
-    """Return why no engine can serve a version of this kind and these files, or an empty text.
-
-    ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
-    on. The files of an adapter are together with those of its base.
-    """
-    return no_engine(engine_problems(names, read, kind, is_adapter=is_adapter))
 
 
 def no_engine(problems: Mapping[Engine, str]) -> str:
@@ -99,7 +88,11 @@ def no_engine(problems: Mapping[Engine, str]) -> str:
 def engine_problems(
     names: Collection[str], read: Read, kind: str = "causal-lm", *, is_adapter: bool = False
 ) -> dict[Engine, str]:
-    """Return of each engine why it cannot serve a version, or an empty text; see ``checkpoint_problem``."""
+    """Return of each engine why it cannot serve a version of this kind and these files, or an empty text.
+
+    ``read`` returns a file of at most a few megabytes, and of a tensor file its header; its errors are passed
+    on. The files of an adapter are together with those of its base.
+    """
     if kind == "safety-pack":
         refused = "it is a safety pack, which gateways apply"
         return {"gateway": "", "torch": refused, "vllm": refused}

@@ -177,7 +177,7 @@ class EventRecorder:
         before: dict[str, Observed] = {}
         changed: list[str] = []
         for event in events:
-            key = event.key if isinstance(event, KeyRemoved) else event.entry.key
+            key = event.key
             record = None if isinstance(event, KeyRemoved) else _decoded(event.entry)
             if key in records or record is not None:
                 changed.append(key)

@@ -53,10 +53,6 @@ Probes = Callable[[], Mapping[str, tuple[RequestShape, ...]]]
 _NONE_LEAVES: Final = Residency()
 
 
-def _unrecorded() -> Mapping[str, tuple[RequestShape, ...]]:
-    return {}
-
-
 class Reconciler:
     """Reads the informer's view and writes assignments. Runs in every control plane; acts only while it
     leads.
@@ -74,7 +70,7 @@ class Reconciler:
         telemetry: ReconcilerTelemetry | None = None,
         *,
         events: EventRecorder,
-        probes: Probes = _unrecorded,
+        probes: Probes = dict,
         likely: Callable[[], Mapping[str, float]] = dict,
         residency: Callable[[], Residency] = lambda: _NONE_LEAVES,
     ) -> None:

@@ -169,12 +169,12 @@ class ResourceWatch:
         plain = [
             change
             for event in batch.events
-            if (change := _change_of(_key_of(event), _entry_of(event), self._plain)) is not None
+            if (change := _change_of(event.key, _entry_of(event), self._plain)) is not None
         ]
         if not self._composed:
             self.revision = batch.revision
             return tuple(plain)
-        keys = self._missed | {_key_of(event) for event in batch.events}
+        keys = self._missed | {event.key for event in batch.events}
         if batch.revision < self._snapshot.revision:  # resuming: the snapshot is newer than the batch
             self._missed = keys
             return tuple(plain)  # the revision does not advance: missed changes are still to be reported
@@ -295,10 +295,6 @@ def _advanced(
     if not moved:
         return replace(snapshot, revision=revision)
     return snapshot_of(revision, entries)
-
-
-def _key_of(event: KeyChanged | KeyRemoved) -> str:
-    return event.key if isinstance(event, KeyRemoved) else event.entry.key
 
 
 def _entry_of(event: KeyChanged | KeyRemoved) -> Entry | None:

@@ -102,6 +102,10 @@ class KeyChanged:
 
     entry: Entry
 
+    @property
+    def key(self) -> str:
+        return self.entry.key
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRemoved:

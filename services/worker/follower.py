@@ -16,7 +16,7 @@ from services.ports.streams import MessageStream, StreamLost
 from services.rpc import bounds
 from services.rpc.bounded_writes import send_headers
 from services.rpc.server import GrpcServerStream
-from services.worker.engine_protocol import EngineConfig, LoadFailed, Ready
+from services.worker.engine_protocol import EngineConfig, LoadFailed
 from services.worker.slots.engine_process import EngineEvents, EngineExit, EngineLauncher, RunningEngine
 from services.worker.slots.followed_engine import SILENCE_S
 from services.worker.slots.version_files import ModelSource
@@ -111,7 +111,7 @@ class FollowerServicer(worker_pb2_grpc.FollowerServiceServicer):
             if not ended.done():
                 ended.set_result(exit_)
 
-        engine = self._launch(config, EngineEvents(on_ready=_ready, on_exit=note))
+        engine = self._launch(config, EngineEvents(on_ready=lambda _: log.info("ranks.ready"), on_exit=note))
         await engine.start()
         self._engines.add(engine)
         try:
@@ -127,7 +127,3 @@ def _cause(exit_: EngineExit) -> str:
             return f"{reason}: {message}"
         case _:
             return getattr(exit_, "message", "they were stopped")
-
-
-def _ready(event: Ready) -> None:
-    log.info("ranks.ready")

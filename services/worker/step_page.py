@@ -39,11 +39,6 @@ class StepPage:
         self._written: list[Sequence[Member]] = [[], []]
 
     @classmethod
-    def in_memory(cls, most: int) -> StepPage:
-        """Return a page inside this process, of steps with at most ``most`` members."""
-        return cls(memoryview(bytearray(size_of(most))).cast("Q"), most)
-
-    @classmethod
     def create(cls, path: Path, most: int) -> StepPage:
         """Return the agent's end, on a new file. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

@@ -411,13 +411,13 @@ async def test_redis_over_tls_connects_with_the_present_certificate(
     await mine.connect()
     first = set(serials)
     authority.renew()
-    await mine.ping()
+    await mine.connect()
     for writer in writers:
         writer.transport.abort()
     async with asyncio.timeout(20):
         while set(serials) <= first:
             with contextlib.suppress(StoreUnavailable):
-                await mine.ping()
+                await mine.connect()
             await asyncio.sleep(0.05)
     await mine.close()
     stranger = limiter(HeldCertificates(identity_of(authority_in(tmp_path / "foreign"), "gateway")))

@@ -177,15 +177,11 @@ def chat(
     conversation = Conversation(targets.default_model(model, state_dir), system)
     # One event loop for all answers, and none while a line is read, so that Ctrl-C ends the reading at once.
     with asyncio.Runner() as runner:
-        runner.run(_entered(client))
+        runner.run(client.__aenter__())
         try:
             _Chat(client, options, conversation, runner).run()
         finally:
             runner.run(client.aclose())
-
-
-async def _entered(client: Client) -> None:
-    await client.__aenter__()
 
 
 @dataclass(slots=True)

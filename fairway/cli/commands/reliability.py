@@ -27,10 +27,6 @@ quarantine = typer.Typer(
 )
 
 
-def _left(found: cp.QuarantinedInput) -> str:
-    return show_span(found.expire_time.seconds - datetime.now(UTC).timestamp())
-
-
 INPUTS: Final[Resource[cp.QuarantinedInput]] = Resource(
     "input",
     "inputs",
@@ -40,7 +36,7 @@ INPUTS: Final[Resource[cp.QuarantinedInput]] = Resource(
         Column("model", lambda found: found.model),
         Column("version", lambda found: found.version_digest),
         Column("deaths", lambda found: str(found.deaths)),
-        Column("left", _left),
+        Column("left", lambda found: show_span(found.expire_time.seconds - datetime.now(UTC).timestamp())),
         Column("until", lambda found: moment(found.expire_time), wide=True),
     ),
 )

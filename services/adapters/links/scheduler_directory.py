@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.core.records import Leader, leader_key
 from services.ports.clock import Clock
-from services.ports.store import Entry, Store
+from services.ports.store import Store
 from services.runtime.fleet_state.informer import Informer
 
 
@@ -49,7 +49,9 @@ class SchedulerDirectory:
         rng: Random | None = None,
     ) -> None:
         self._key = leader_key(role, shard)
-        self._informer: Informer[Leader] = Informer(store, self._key, _decode, clock, rng=rng)
+        self._informer: Informer[Leader] = Informer(
+            store, self._key, lambda entry: entry.load(Leader), clock, rng=rng
+        )
 
     @property
     def informer(self) -> Informer[Leader]:
@@ -76,7 +78,3 @@ class SchedulerDirectory:
     async def run(self) -> None:
         """Follow the store until cancelled."""
         await self._informer.run()
-
-
-def _decode(entry: Entry) -> Leader:
-    return entry.load(Leader)

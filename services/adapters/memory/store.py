@@ -202,7 +202,7 @@ class MemoryStore:
     def _events(self, prefix: str, after_revision: int) -> tuple[KeyChanged | KeyRemoved, ...]:
         newer = list(takewhile(lambda commit: commit.revision > after_revision, reversed(self._log)))
         return tuple(
-            event for commit in reversed(newer) for event in commit.events if _key(event).startswith(prefix)
+            event for commit in reversed(newer) for event in commit.events if event.key.startswith(prefix)
         )
 
     def _wake(self) -> None:
@@ -216,7 +216,3 @@ class MemoryStore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min(at_most_s, lease_s))):
                 await self._changed.wait()
-
-
-def _key(event: KeyChanged | KeyRemoved) -> str:
-    return event.entry.key if isinstance(event, KeyChanged) else event.key

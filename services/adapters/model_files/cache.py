@@ -175,7 +175,7 @@ class ModelFiles:
             name = _folder_name(digest, files, whole=len(files) == len(manifest.files))
             folders = (self._folders.ready(name), self._folders.partial(name))
             share = partial(SharedVersion, model, digest, files, folders)
-            have = partial(self._have, name, files, progress or _silent, recheck, share, spare)
+            have = partial(self._have, name, files, progress or (lambda _: None), recheck, share, spare)
             return await self._in_turn(name, have)
         except OSError as exc:
             raise self._disk_error(exc) from exc
@@ -540,10 +540,6 @@ class _Meter:
     def add(self, size_bytes: int) -> None:
         self._done += size_bytes
         self._progress(self._done / max(1, self._total))
-
-
-def _silent(_: float) -> None:
-    return
 
 
 def _disk_full(free_bytes: int, needed_bytes: int, kept_bytes: int = 0) -> StoreUnavailable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 import redis.exceptions
@@ -102,7 +103,8 @@ class ClusterScripts:
                 await self._read_map(self._read_s)
             read_s = self._read_s
             try:
-                return await call(self._node(self._slots[bisect_right(self._slots, slot, key=_first) - 1][1]))
+                at = bisect_right(self._slots, slot, key=itemgetter(0)) - 1
+                return await call(self._node(self._slots[at][1]))
             except StoreUnavailable as error:
                 moved = isinstance(error.__cause__, redis.exceptions.MovedError)
                 if moved or self._clock.monotonic_s() - read_s >= _REFRESH_S:
@@ -144,10 +146,6 @@ class ClusterScripts:
             masters = {address for _, address in self._slots}
             for address in [address for address in self._nodes if address not in masters]:
                 await self._nodes.pop(address).close()
-
-
-def _first(entry: tuple[int, Node]) -> int:
-    return entry[0]
 
 
 def open_scripts(

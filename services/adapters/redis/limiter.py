@@ -193,10 +193,6 @@ class RedisLimiter:
         """Redis counts as unavailable: one call per second is tried."""
         return self._scripts.breaker_open
 
-    async def ping(self) -> None:
-        """Return once Redis has answered. Raises StoreUnavailable."""
-        await self._scripts.connect()
-
     async def close(self) -> None:
         await self._scripts.close()
 

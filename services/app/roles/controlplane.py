@@ -91,7 +91,9 @@ def controlplane(environment: Environment) -> Role:
         environment, election, service.objectives, recorder, levels, lambda: _workers_of(fleet), leader
     )
     settler = UsageSettler(ledger, limiter, clock, price_of=partial(_price_of, fleet))
-    stores = StoreEvents(_stores(environment, limiter), election, clock, events=recorder, ping=limiter.ping)
+    stores = StoreEvents(
+        _stores(environment, limiter), election, clock, events=recorder, ping=limiter.connect
+    )
     scaler, scaling = _open_scaling(environment, fleet, election, queues, slis, leader)
     timelines = _open_timelines(environment, fleet, queues, slis, leader)
     reconciler = _open_reconciler(environment, fleet, election, rounds, recorder, slis, scaler)

@@ -50,7 +50,7 @@ def worker(environment: Environment) -> Role:
     outbox = open_usage_outbox(environment)
     device = DeviceTime(_device_kind(settings), outbox, clock, residents=lambda: agent.residents())
     host = SequenceHost(
-        changed=_ignore,
+        changed=lambda: None,
         not_admitted=telemetry.not_admitted,
         fallback=_fallback(settings, clock, telemetry),
         device=device,
@@ -216,7 +216,3 @@ def _export(environment: Environment, agent: WorkerAgent, files: ModelFiles, dev
         "Time since the start in which no engine of the worker was in a step",
         lambda: (((), device.idle_s),),
     )
-
-
-def _ignore() -> None:
-    return None

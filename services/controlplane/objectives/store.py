@@ -276,7 +276,7 @@ class SliStore:
         durable = {name: source.last for name, source in book.sources.items()}
         term.changed = False
         data = await in_thread(snapshot_to_bytes, message)
-        name = _name(book.number + 1)
+        name = f"{_PREFIX}{book.number + 1:016d}"
         try:
             created = await self._store.create(name, data) or await self._store.read(name) == data
         except FairwayError:
@@ -329,7 +329,3 @@ class SliStore:
         if self._term is None or self._leadership.epoch != self._term.epoch:
             raise NoLeader("this control plane does not lead", retry_after_s=1.0)
         return self._term
-
-
-def _name(number: int) -> str:
-    return f"{_PREFIX}{number:016d}"

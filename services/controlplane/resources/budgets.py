@@ -13,7 +13,6 @@ from services.controlplane.resources.accounts import tenant_exists
 from services.controlplane.resources.resources import Resources, Stored
 from services.core.errors import FailedPrecondition, InvalidInput, StoreUnavailable
 from services.core.limits import LimitKind, Price
-from services.core.paging import page_of
 from services.core.records import (
     BUDGET_ALERTS,
     BUDGETS,
@@ -75,8 +74,7 @@ class Budgets:
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[BudgetView, ...], str]:
         """Return a page sorted by name, and the next page's token."""
-        stored = await self._budgets.all()
-        page, following = page_of(stored, lambda one: one.record.meta.name, size=size, token=token)
+        page, following = await self._budgets.page(size=size, token=token)
         return await self.views(page), following
 
     async def update(self, budget: Budget, *, etag: str = "", request_id: str = "") -> BudgetView:

@@ -85,17 +85,13 @@ def kept(
 ) -> Sequence[Operation]:
     """Return the writes that keep a state and drop the oldest ``states`` beyond ``MAX_REVISIONS``."""
     surplus = states[: min(max(0, len(states) + 1 - MAX_REVISIONS), _MOST_DROPPED)]
-    key = f"{_prefix(deployment.meta.name)}{_name_of(time_unix_s)}"
+    key = f"{_prefix(deployment.meta.name)}{round(time_unix_s * 1e6):017d}"
     revision = DeploymentRevision(time_unix_s, deployment, cause)
     return [*(Delete(old) for old in surplus), Put(key, dump(revision))]
 
 
 def _prefix(name: str) -> str:
     return f"{DEPLOYMENT_HISTORY}{name}/"
-
-
-def _name_of(time_unix_s: float) -> str:
-    return f"{round(time_unix_s * 1e6):017d}"
 
 
 class Deployments:

@@ -77,7 +77,7 @@ class Nodes:
         snapshot = await read_snapshot(self._store)
         found = node_view(name, snapshot, unplaced_in(snapshot.fleet))
         if found is None:
-            raise _not_found(name)
+            raise NotFound(f"there is no node {name}", name=name)
         return found
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[NodeView, ...], str]:
@@ -188,7 +188,3 @@ class Nodes:
 
 def _request(verb: str, name: str, request_id: str, etag: str) -> WriteRequest:
     return WriteRequest("node", request_id, fingerprint_of(verb, name.encode(), etag))
-
-
-def _not_found(name: str) -> NotFound:
-    return NotFound(f"there is no node {name}", name=name)

@@ -10,7 +10,6 @@ import structlog
 from services.controlplane.fleet import readable
 from services.controlplane.resources.resources import Resources, Stored
 from services.core.errors import FailedPrecondition, InvalidInput
-from services.core.paging import page_of
 from services.core.records import (
     OBJECTIVE_STATUS,
     OBJECTIVES,
@@ -65,8 +64,7 @@ class Objectives:
 
     async def page(self, *, size: int = 0, token: str = "") -> tuple[tuple[ObjectiveView, ...], str]:
         """Return a page sorted by name, and the next page's token."""
-        stored = await self._objectives.all()
-        page, following = page_of(stored, lambda one: one.record.meta.name, size=size, token=token)
+        page, following = await self._objectives.page(size=size, token=token)
         return await self.views(page), following
 
     async def update(self, objective: Objective, *, etag: str = "", request_id: str = "") -> ObjectiveView:

@@ -137,7 +137,7 @@ def checkpoint_to_bytes(book: LedgerBook, hours: Mapping[int, int]) -> bytes:
         pb.UsageCheckpoint.HourObject(hour=hour, through=through) for hour, through in sorted(hours.items())
     ]
     waiting = (
-        _open_to(request_id, each)
+        _OPEN.to_proto(each, request_id=request_id)
         for found in (requests.settled, requests.waiting)
         for request_id, each in found.items()
     )
@@ -217,10 +217,6 @@ def _blocks(kind: Callable[..., Message], field: str, items: Iterable[Message]) 
 
 def _encoded(message: Message) -> bytes:
     return message.SerializeToString(deterministic=True)
-
-
-def _open_to(request_id: str, found: Open) -> pb.OpenRequest:
-    return _OPEN.to_proto(found, request_id=request_id)
 
 
 def _open_from(message: pb.OpenRequest, lines: dict[Line, Line]) -> Open:

@@ -130,7 +130,7 @@ class UsageLog:
             data = await in_thread(_merged, stored, lines)
             await self._store.create(_hour_name(hour, number), data)
             hours[hour] = number
-        name, data = _checkpoint_name(number), await in_thread(checkpoint_to_bytes, sealed, hours)
+        name, data = f"{_CHECKPOINTS}{number:016d}", await in_thread(checkpoint_to_bytes, sealed, hours)
         if loads == self._loads:
             self._own = name
             await self._store.create(name, data)
@@ -257,10 +257,6 @@ def _copy_of(name: str) -> str:
 
 def _segment_name(number: int) -> str:
     return f"{_SEGMENTS}{number:016d}"
-
-
-def _checkpoint_name(number: int) -> str:
-    return f"{_CHECKPOINTS}{number:016d}"
 
 
 def _hour_name(hour: int, through: int) -> str:

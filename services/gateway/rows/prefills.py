@@ -52,7 +52,7 @@ class PrefilledRows:
     async def run(self, request: RowsRequest) -> tuple[RowEnd, ...]:
         """See ``ports.rows.RowRunner.run``."""
         unix_s, now_s = self._ports.clock.unix_s(), self._ports.clock.monotonic_s()
-        longest = max((_length(row) for row in request.rows), default=0)
+        longest = max((len(row[0].data) // 8 for row in request.rows), default=0)
         left_s = min(request.deadline_s - now_s, 86_400.0)
         expire_unix_s, tokens, count = int(unix_s + left_s) + 1, longest, len(request.rows)
         ticket = self._ports.sign_ticket(
@@ -190,7 +190,3 @@ class _EmbeddedRow(SequenceAttempts):
         self, offset: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """A worker of an earlier release generates: it sends no embedding, and the row fails."""
-
-
-def _length(row: tuple[RawTensor, ...]) -> int:
-    return len(row[0].data) // 8

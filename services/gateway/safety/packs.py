@@ -210,7 +210,7 @@ class SafetyPacks:
         digest = digests.get(POLICY_NAME, "")
         if not digest:
             return _Policy(has_probe=PROBE in digests)
-        folder = await self._files.fetch(model, version_digest, only=_is_policy)
+        folder = await self._files.fetch(model, version_digest, only=lambda path: path == POLICY_NAME)
         self._files.pin(folder)
         try:
             data = await in_thread((folder / POLICY_NAME).read_bytes)
@@ -266,7 +266,3 @@ def compiled(own: SafetyPack | None, tenants: SafetyPack | None) -> CompiledPack
     pack = stricter(own, tenants) if own is not None and tenants is not None else own or tenants
     assert pack is not None, "one of them is a pack"
     return CompiledPack(pack, {"input": TextRules(pack, "input"), "output": TextRules(pack, "output")})
-
-
-def _is_policy(path: str) -> bool:
-    return path == POLICY_NAME

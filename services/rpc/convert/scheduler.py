@@ -292,17 +292,15 @@ def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _scores(parts: tuple[tuple[str, float], ...]) -> list[pb.ScorePart]:
-    return [pb.ScorePart(scorer=name, value=value) for name, value in parts]
-
-
 _RANKED: Final = Mirror(
     RankedWorker,
     pb.RankedWorker,
     {
         "predicted_ttft_s": Pair("predicted_ttft", _duration),
         "kv_tokens_room": Pair("kv_tokens_room", lambda tokens: max(0, tokens)),
-        "parts": Pair("parts", _scores),
+        "parts": Pair(
+            "parts", lambda parts: [pb.ScorePart(scorer=name, value=value) for name, value in parts]
+        ),
     },
 )
 decision_to_proto: Final = Mirror(

@@ -84,7 +84,6 @@ class ReadMessages(grpc.aio.ServerInterceptor):
         limits: Mapping[str, MessageLimits],
         *,
         changes: frozenset[str] = frozenset(),
-        message_within_s: float = MESSAGE_WITHIN_S,
     ) -> None:
         """``limits`` by "/package.Service/Method"; methods without limits are public and take small ones.
 
@@ -92,7 +91,7 @@ class ReadMessages(grpc.aio.ServerInterceptor):
         """
         self._limits = limits
         self._changes = changes
-        self._waiting = PendingMessages(message_within_s)
+        self._waiting = PendingMessages(MESSAGE_WITHIN_S)
         self._handlers: dict[str, Any] = {}  # handlers by method, so their number is bounded
 
     async def intercept_service(

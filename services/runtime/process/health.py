@@ -26,7 +26,8 @@ class Health:
     def __init__(self, metrics: Metrics) -> None:
         self._checks: tuple[Check, ...] = ()
         self._closed_because = "starting"
-        metrics.level("fairway_runtime_serving", "1 while the process is ready, else 0", self._serving)
+        is_serving = "1 while the process is ready, else 0"
+        metrics.level("fairway_runtime_serving", is_serving, lambda: float(not self.problems()))
         metrics.gauge(
             "fairway_runtime_check_failing",
             "1 while the health check fails, else 0",
@@ -58,6 +59,3 @@ class Health:
     def _found(self, *, withdraws: bool) -> tuple[str, ...]:
         found = ((check.name, check.problem()) for check in self._checks if check.withdraws is withdraws)
         return tuple(f"{name}: {problem}" for name, problem in found if problem)
-
-    def _serving(self) -> float:
-        return float(not self.problems())

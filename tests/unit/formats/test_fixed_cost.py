@@ -11,7 +11,7 @@ from fairway.formats.config_fields import UnsupportedModel
 from fairway.formats.fixed_cost.config import is_fixed_cost, parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import EncoderConfig
 from fairway.formats.fixed_cost.layouts import layout_of
-from fairway.formats.servable import checkpoint_problem, kind_of
+from fairway.formats.servable import engine_problems, kind_of, no_engine
 from tests.support.model_folder import header_of
 
 BERT: dict[str, Any] = {
@@ -70,7 +70,7 @@ def problem(files: dict[str, Any], kind: str = "fixed-cost") -> str:
             return json.dumps(held[name]).encode()
         return header_of(layout_of(parse_fixed_cost(held, read)).shapes)
 
-    return checkpoint_problem(held, read, kind)
+    return no_engine(engine_problems(held, read, kind))
 
 
 def parsed(fields: dict[str, Any], **more: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fairway.formats.decoder_config import parse_config
-from fairway.formats.servable import checkpoint_problem, checkpoint_warnings
+from fairway.formats.servable import checkpoint_warnings, engine_problems, no_engine
 from fairway.formats.weights import expected_shapes
 from tests.support.model_folder import header_of
 
@@ -46,7 +46,7 @@ EMBEDS: dict[str, Any] = PLAIN | {
 
 def found(files: dict[str, Any]) -> str:
     held = {name: content for name, content in files.items() if content is not ...}
-    return checkpoint_problem(held, reader(held))
+    return no_engine(engine_problems(held, reader(held)))
 
 
 def reader(held: dict[str, Any]) -> Callable[[str], bytes]:

@@ -12,7 +12,7 @@ import pytest
 from fairway.formats.fixed_cost.config import parse_fixed_cost
 from fairway.formats.fixed_cost.encoder_config import FAMILIES
 from fairway.formats.fixed_cost.layouts import layout_of
-from fairway.formats.servable import checkpoint_problem, engine_problems
+from fairway.formats.servable import engine_problems, no_engine
 from fairway.formats.vllm_models import PROVED
 from services.core.records import VersionRecord
 from tests.support.model_folder import header_of
@@ -72,7 +72,7 @@ def test_a_proved_family_is_served_by_vllm_alone(name: str) -> None:
     problems = engine_problems(held, reader(held))
     assert problems["vllm"] == ""
     assert f"architectures: ['{name}'] is not supported by the engine" in problems["torch"]
-    assert checkpoint_problem(held, reader(held)) == ""
+    assert no_engine(engine_problems(held, reader(held))) == ""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_of_fairways_own_family_is_served_by_neither() -> N
     held = files(LLAMA)
     problems = engine_problems(held, reader(held))
     assert problems["torch"] == problems["vllm"]
-    assert "missing tensors" in checkpoint_problem(held, reader(held))
+    assert "missing tensors" in no_engine(engine_problems(held, reader(held)))
 
 
 BERT: dict[str, Any] = SIZES | {"architectures": ["BertModel"], "model_type": "bert", "hidden_size": 128}
@@ -155,14 +155,14 @@ def test_an_encoder_that_vllm_does_not_pool_is_named_and_stays_with_its_own_engi
     problems = engine_problems(held, reader(held), "fixed-cost")
     assert problems["torch"] == ""
     assert words in problems["vllm"]
-    assert checkpoint_problem(held, reader(held), "fixed-cost") == ""
+    assert no_engine(engine_problems(held, reader(held), "fixed-cost")) == ""
 
 
 def test_what_the_own_encoder_refuses_is_refused_by_vllm_too() -> None:
     held = files(BERT | {"position_embedding_type": "relative_key"}) | POOLING
     problems = engine_problems(held, reader(held), "fixed-cost")
     assert problems["vllm"] == problems["torch"]
-    assert "position_embedding_type" in checkpoint_problem(held, reader(held), "fixed-cost")
+    assert "position_embedding_type" in no_engine(engine_problems(held, reader(held), "fixed-cost"))
 
 
 def test_a_decoder_of_vllm_embeds_by_its_last_token_or_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_a_decoder_of_vllm_embeds_by_its_last_token_or_is_refused() -> None:
 def test_gguf_is_no_business_of_vllm() -> None:
     held = files(family("Gemma2ForCausalLM")) | {"model.gguf": {}}
     assert "fairway models import" in vllm(held)
-    assert "fairway models import" in checkpoint_problem(held, reader(held))
+    assert "fairway models import" in no_engine(engine_problems(held, reader(held)))
 
 
 GEMMA = family("Gemma2ForCausalLM")

@@ -19,8 +19,12 @@ class Member:
 ONE, TWO, THREE = Member(1), Member(2), Member(3)
 
 
+def in_memory(most: int) -> StepPage:
+    return StepPage(memoryview(bytearray(size_of(most))).cast("Q"), most)
+
+
 def test_a_step_is_announced_until_it_ends() -> None:
-    page = StepPage.in_memory(3)
+    page = in_memory(3)
     assert page.members() == ()
     page.began([ONE, TWO], [THREE])
     assert page.members() == (1, 2, 3)
@@ -29,7 +33,7 @@ def test_a_step_is_announced_until_it_ends() -> None:
 
 
 def test_the_same_members_again_and_others_after_them() -> None:
-    page = StepPage.in_memory(3)
+    page = in_memory(3)
     for step in ([ONE, TWO], [ONE, TWO], [ONE, TWO], [TWO], [TWO, THREE], [ONE, TWO]):
         page.began(step)
         assert page.members() == tuple(member.handle for member in step)
@@ -37,7 +41,7 @@ def test_the_same_members_again_and_others_after_them() -> None:
 
 
 def test_a_step_with_prefills_does_not_hide_that_the_members_changed() -> None:
-    page = StepPage.in_memory(3)
+    page = in_memory(3)
     for decodes, prefills in (
         ([ONE], []),
         ([], [TWO]),
@@ -52,7 +56,7 @@ def test_a_step_with_prefills_does_not_hide_that_the_members_changed() -> None:
 
 
 def test_two_steps_run_when_one_is_submitted_ahead() -> None:
-    page = StepPage.in_memory(2)
+    page = in_memory(2)
     page.began([ONE])
     page.began([ONE, TWO])
     assert page.members() == (1, 2)

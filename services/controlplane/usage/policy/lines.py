@@ -141,7 +141,7 @@ class LineSums:
             users = self._users.setdefault((line.hour, line.tenant), set())
             if line.user not in users:
                 if len(users) >= MAX_USERS:
-                    return self._line_of(_without_user(line))
+                    return self._line_of(replace(line, user=OTHER_USERS))
                 users.add(line.user)
         return self._lines.setdefault(line, line)  # one object for the many requests that refer to it
 
@@ -154,7 +154,3 @@ def summed(parts: Iterable[Lines]) -> Lines:
     for lines in sums.hours.values():
         return lines
     return {}
-
-
-def _without_user(line: Line) -> Line:
-    return replace(line, user=OTHER_USERS)

@@ -109,7 +109,7 @@ class Constraints:
 
     def begin(self, handle: int, constraint: Constraint) -> None:
         """Start to compile the grammar of a new sequence."""
-        self._pending[handle] = self._compiling.submit(self._compile, constraint)
+        self._pending[handle] = self._compiling.submit(self._grammars.compile, constraint)
 
     def take_compiled(self, *, timeout_s: float = 0.0) -> list[Compiled]:
         """Return the sequences whose grammars were compiled since the call before, in their order.
@@ -187,15 +187,12 @@ class Constraints:
 
     # --- in other threads ----------------------------------------------------------------------------
 
-    def _compile(self, constraint: Constraint) -> Matcher:
-        return self._grammars.compile(constraint)
-
     def _fill(self, output_masks: list[_OutputMasks], rows: list[int]) -> RuledRows:
         allowed = np.zeros((len(rows), self._grammars.row_bytes), np.uint8)
         problems: dict[int, str] = {}
         late: list[int] = []
         left_s = STEP_S + SHARE_S * len(rows)
-        for each in sorted(output_masks, key=_excess_s):
+        for each in sorted(output_masks, key=lambda each: each.output.excess_s):
             first, output = each.request.row, each.output
             if output.mask is not None:
                 allowed[first : first + 1], problem = output.mask
@@ -243,10 +240,6 @@ class Constraints:
         except TokenizerUnusable as unusable:
             return Compiled(handle, f"this model's tokenizer cannot be constrained: {unusable}")
         return Compiled(handle)
-
-
-def _excess_s(output_masks: _OutputMasks) -> float:
-    return output_masks.output.excess_s
 
 
 def _rows(batch: Batch) -> Iterator[tuple[int, int, SequenceState, Sequence[int]]]:

@@ -14,7 +14,7 @@ from services.worker.engine.plan.block_manager import BlockManager
 from services.worker.engine.plan.planner import PlannerLimits
 from services.worker.engine.sequence import ModelLimits
 from services.worker.engine_protocol import Cancel
-from services.worker.step_page import StepPage
+from services.worker.step_page import StepPage, size_of
 from tests.support.run_ahead import RunsAhead
 from tests.support.submits import make_submit
 
@@ -46,7 +46,7 @@ class Rig:
     def __init__(
         self, *, blocks: int = 64, max_sequences: int = 4, token_budget: int = 16, ahead: bool = False
     ) -> None:
-        page = StepPage.in_memory(max_sequences)
+        page = StepPage(memoryview(bytearray(size_of(max_sequences))).cast("Q"), max_sequences)
         self.recorder = Recorder(page, ahead=ahead)
         self.launch = RunsAhead(self.recorder) if ahead else Inline(self.recorder)
         self.engine = Engine(
