@@ -109,7 +109,7 @@ class Constraints:
 
     def begin(self, handle: int, constraint: Constraint) -> None:
         """Start to compile the grammar of a new sequence."""
-        self._pending[handle] = self._compiling.submit(self._grammars.compile, constraint)
+        self._pending[handle] = self._compiling.submit(self._compile, constraint)
 
     def take_compiled(self, *, timeout_s: float = 0.0) -> list[Compiled]:
         """Return the sequences whose grammars were compiled since the call before, in their order.
@@ -186,6 +186,9 @@ class Constraints:
         return self._masking.submit(self._fill, output_masks, rows)
 
     # --- in other threads ----------------------------------------------------------------------------
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        return self._grammars.compile(constraint)
 
     def _fill(self, output_masks: list[_OutputMasks], rows: list[int]) -> RuledRows:
         allowed = np.zeros((len(rows), self._grammars.row_bytes), np.uint8)

@@ -250,7 +250,7 @@ async def test_a_node_with_a_low_rate_sends_few_chunks_at_once(
         assert caught.value.retry_after_s
 
 
-class Busy:
+class BusyRegistry:
     """Has too many downloads for a while, or is away if it gives no time."""
 
     def __init__(self, clock: HandClock, data: bytes, retry_after_s: float | None) -> None:
@@ -266,7 +266,9 @@ async def test_a_busy_registry_is_waited_for_longer_than_one_that_is_away() -> N
     data = b"x" * 100
     for retry_after_s in (2.0, None):
         clock = HandClock()
-        fetching = ChunkFetcher(cast(Any, Busy(clock, data, retry_after_s)), clock).fetch(file_of([data]), 0)
+        fetching = ChunkFetcher(cast(Any, BusyRegistry(clock, data, retry_after_s)), clock).fetch(
+            file_of([data]), 0
+        )
         if retry_after_s is None:
             with pytest.raises(Unavailable):
                 await fetching
