@@ -409,8 +409,15 @@ async def _begin_provider(parts: ConsoleParts, provider: WebProvider, request: R
         return _sign_in_form(parts, "/", error.message, http_status(error))
     response = RedirectResponse(url, 303)
     # The way back begins at the provider, so that a strict cookie would not arrive.
-    rules: dict[str, Any] = {"path": "/sign-in", "secure": parts.is_secure, "httponly": True}
-    response.set_cookie("fairway-provider", cookie, max_age=_BACK_S, samesite="lax", **rules)
+    response.set_cookie(
+        "fairway-provider",
+        cookie,
+        max_age=_BACK_S,
+        path="/sign-in",
+        secure=parts.is_secure,
+        httponly=True,
+        samesite="lax",
+    )
     return response
 
 

@@ -71,9 +71,14 @@ class WebProvider:
             raise Unauthenticated("this sign-in was not begun in this browser, or long ago: begin again")
         if "code" not in query:
             raise Unauthenticated(f"the provider refused the sign-in: {query.get('error', 'no code')[:200]}")
-        form = {"grant_type": "authorization_code", "code": query["code"], "code_verifier": verifier}
+        form = {
+            "grant_type": "authorization_code",
+            "code": query["code"],
+            "redirect_uri": self.redirect_uri,
+            "code_verifier": verifier,
+        }
         async with self._redeeming:
-            return await self._tokens({**form, "redirect_uri": self.redirect_uri})
+            return await self._tokens(form)
 
     async def renew(self, refresh_token: str) -> WebTokens:
         """Return new tokens. Raises Unauthenticated where the provider has ended the login."""

@@ -136,7 +136,7 @@ def start(suite: BenchSuite, arguments: Sequence[str], tree: Path) -> tuple[Run,
 
 
 def _pass_on(output: IO[str], lines: dict[str, str]) -> None:
-    """The output is on stdout, and its last RESULT and SAMPLES lines are in ``lines``."""
+    """Copy the output to stdout, and its last RESULT and SAMPLES lines to ``lines``."""
     with output:
         while line := output.readline(MAX_LINE):
             sys.stdout.write(line)
@@ -145,7 +145,7 @@ def _pass_on(output: IO[str], lines: dict[str, str]) -> None:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """The process and its group have ended."""
+    """Stop the process and its group, and return when the process has ended."""
     # SIGTERM ends Python without its `finally`, which stops the servers that have sessions of their own.
     for number in (signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

@@ -70,6 +70,11 @@ class Fleet:
     # The node group of each tenant, by name.
     groups: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def in_rollout(self) -> frozenset[str]:
+        """The deployments that have an open rollout, by name."""
+        return frozenset(one.deployment for one in self.rollouts if not one.ended)
+
 
 @dataclass(frozen=True, slots=True)
 class Replica:

@@ -121,7 +121,7 @@ class Reconciler:
             estimates=residency.needs,
             leaving=tuple(residency.leaving),
             kept=kept_versions(fleet.rollouts, fleet.deployments),
-            beside={one.deployment for one in fleet.rollouts if not one.ended},
+            beside=fleet.in_rollout,
         )
         unplaced = [action for action in actions if isinstance(action, Unplaced)]
         self._telemetry.unplaced(len(unplaced))

@@ -17,7 +17,7 @@ from fairway.v1 import controlplane_pb2 as pb
 from fairway.v1 import controlplane_pb2_grpc
 from services.adapters.grpc.leader_calls import GrpcQueues
 from services.controlplane.audit_reads import AuditReader
-from services.controlplane.diagnosis.listing import told_tenant
+from services.controlplane.diagnosis.listing import answer_for_tenant
 from services.controlplane.event_log import Filter, page_of_events, watch_events
 from services.controlplane.messages import (
     alias_message,
@@ -357,7 +357,7 @@ class ControlPlaneServicer(_Base):  # type: ignore[misc]  # its methods are thos
                 return pb.DiagnoseLatencyResponse()  # the answer for a tenant that does not exist
             request.tenant = tenant
         answer = self._diagnoses.diagnose(request, forwarded=not caller())
-        return await told_tenant(answer, tenant) if tenant else await answer
+        return await answer_for_tenant(answer, tenant) if tenant else await answer
 
     async def SaveLatencyBaseline(
         self, request: pb.SaveLatencyBaselineRequest, context: Context

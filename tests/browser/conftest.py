@@ -34,7 +34,7 @@ class Console:
 @pytest.fixture(scope="session")
 def console(tmp_path_factory: pytest.TempPathFactory, installations: None) -> Iterator[Console]:
     if not CHROMIUM.exists():
-        pytest.skip(f"SKIPPED: there is no {CHROMIUM}")
+        pytest.skip(f"SKIPPED: there is no {CHROMIUM}: it runs where chromium and its driver are installed")
     folder = tmp_path_factory.mktemp("console")
     options = ("--set", "worker:FAIRWAY_MEMORY_BYTES=2147483648")
     with Stack.started(folder / "state", workers=2, replicas=1, options=options) as stack:

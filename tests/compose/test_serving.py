@@ -21,7 +21,7 @@ async def test_the_stubs_stream(fleet: Fleet) -> None:
 
 def test_curl_streams(fleet: Fleet) -> None:
     if shutil.which("curl") is None:
-        pytest.skip("there is no curl")
+        pytest.skip("there is no curl: it runs where curl is installed")
     body = {"model": MODEL, "prompt": "def fibonacci(n):", "max_tokens": 16, "stream": True}
     answer = command(
         "curl", "-sSN", "--fail", "--cacert", str(fleet.authorities), f"{fleet.http()}/v1/completions",

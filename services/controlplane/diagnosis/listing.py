@@ -199,7 +199,7 @@ def _span_message(span: SampledSpan) -> pb.DiagnosedSpan:
     return message
 
 
-async def told_tenant(
+async def answer_for_tenant(
     answer: Awaitable[pb.DiagnoseLatencyResponse], tenant: str
 ) -> pb.DiagnoseLatencyResponse:
     """Return the answer as a tenant may read it. Raises NotFound, without the names of saved baselines."""

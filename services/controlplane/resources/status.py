@@ -97,6 +97,7 @@ def unplaced_in(fleet: Fleet, leaving: Sequence[str] = ()) -> dict[str, Unplaced
         engines=fleet.engines,
         groups=fleet.groups,
         leaving=leaving,
+        beside=fleet.in_rollout,
     )
     return {action.deployment: action for action in actions if isinstance(action, Unplaced)}
 

@@ -63,6 +63,7 @@ def fit_of(
         estimates=estimates,
         engines=fleet.engines,
         groups=fleet.groups,
+        beside=fleet.in_rollout,
     )
     workers = {worker.worker_id: worker for worker in fleet.workers}
     missing = {one.deployment: one for one in actions if isinstance(one, Unplaced)}

@@ -281,19 +281,15 @@ def _context_of(snapshot: FleetSnapshot, name: str) -> RolloutContext:
     if routed is None:
         return RolloutContext(deployment, entry.mod_revision, scaled=scaled, states=states)
     # A route without an open rollout was written by hand: the write deletes it, or writes over it.
-    route = readable(routed, ModelRoute) if _is_open(snapshot, name) else None
+    route = readable(routed, ModelRoute) if name in snapshot.fleet.in_rollout else None
     return RolloutContext(deployment, entry.mod_revision, route, routed.mod_revision, scaled, states)
-
-
-def _is_open(snapshot: FleetSnapshot, name: str) -> bool:
-    return any(one.deployment == name and not one.ended for one in snapshot.fleet.rollouts)
 
 
 def _require_calm(snapshot: FleetSnapshot, context: RolloutContext) -> None:
     """Return while neither a rollout nor an update of the deployment is under way."""
     deployment = context.wanted
     name = deployment.meta.name
-    if _is_open(snapshot, name):
+    if name in snapshot.fleet.in_rollout:
         raise FailedPrecondition(
             f"another rollout of {name} is open: finish or revert it first", name=name, deployment=name
         )

@@ -41,7 +41,7 @@ def test_a_baseline_has_the_rate_of_the_seconds_that_samples_cover() -> None:
     found = answer(("arrivals_grew", "ann"))
     getattr(found.baseline, "from").seconds -= 72 * 3600
     (_, dropped) = runs_of(found).values()
-    assert len(dropped.load) < 35  # as if the baseline's requests were of three days
+    assert len(dropped.load) < 35
     found.baseline.covered_s = 30.0
     was, kept = runs_of(found).values()
     assert len(kept.load) == len(was.load)

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from fairway.v1 import controlplane_pb2 as pb
-from services.controlplane.diagnosis.listing import Diagnoses, for_tenant, told_tenant
+from services.controlplane.diagnosis.listing import Diagnoses, answer_for_tenant, for_tenant
 from services.controlplane.diagnosis.store import SampleStore
 from services.core.arms import SliReport
 from services.core.errors import InvalidInput, NoLeader, NotFound
@@ -155,11 +155,11 @@ async def test_a_tenant_reads_nothing_of_saved_baselines() -> None:
     plane = Plane(device="h200").fill((World(), 0.0, 60.0))
     await plane.diagnoses.save_baseline(pb.SaveLatencyBaselineRequest(name="secret"), forwarded=True)
     later = Plane(plane.ledger).fill((SLOW_STORE, 60.0, 38.0))
-    found = await told_tenant(later.ask(baseline="secret", tenant="ann"), "ann")
+    found = await answer_for_tenant(later.ask(baseline="secret", tenant="ann"), "ann")
     assert found.verdict == "BASELINE_DIFFERS"
     assert "h200" not in str(found)
     with pytest.raises(NotFound) as caught:
-        await told_tenant(later.ask(baseline="other", tenant="ann"), "ann")
+        await answer_for_tenant(later.ask(baseline="other", tenant="ann"), "ann")
     assert "secret" not in caught.value.message
 
 
